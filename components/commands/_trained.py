@@ -190,6 +190,15 @@ def _choose_checkpoint_if_any(choice: CheckpointCommand, folder: Path) -> Path |
     return find_newest_valid_checkpoint(folder)
 
 
+IN_CHECKPOINTS = {
+    "loss.reward": "head",
+    "loss.classification": "head",
+    "loss.multi_token": "layers",
+    "stages.grafted": "folder",
+}
+"""Settings that name folders with initial weights, by component; a checkpoint has later weights."""
+
+
 def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> Recipe:
     """Return a run's recipe for a single process, with paths to the file copies in the run folder."""
     data: dict[str, Any] = tomli.loads(_read_text(lock))
@@ -197,8 +206,8 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
         use = node.get("use") if isinstance(node, dict) else None
         if use in ("stages.materialized", "stages.frozen"):
             _remove_initial_weight_settings(data, node)
-        if use in ("loss.reward", "loss.classification"):
-            node.pop("head", None)  # the checkpoint has the head
+        if use in IN_CHECKPOINTS:
+            node.pop(IN_CHECKPOINTS[use], None)
         if use == "distributed.mesh":
             data[name] = {
                 "use": "distributed.mesh",

@@ -17,9 +17,8 @@ from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.export.shard_writer import (
     Share,
-    loss_parameters_by_name,
     make_share_on_all_ranks,
-    model_parameters_by_name,
+    parameters_by_name,
     write_safetensors_folder_collectively,
 )
 from drawloom.components.storage.regular_file import read_file
@@ -53,8 +52,9 @@ from drawloom.ports import (
     Group,
     KeepsConfig,
     LanguageModel,
+    LayeredLoss,
     Mapper,
-    SequenceHead,
+    Scorer,
     Settings,
     Stages,
     Tokenizer,
@@ -308,7 +308,7 @@ def write_hugging_face_folder(
     stages: Stages,
     tokenizer: Tokenizer | None = None,
     *,
-    head: SequenceHead | None = None,
+    loss: object = None,
     base: Path | None = None,
     group: Group | None = None,
     max_shard: int = MAX_SHARD,
@@ -322,10 +322,12 @@ def write_hugging_face_folder(
     The group's stages together form the model. All ranks call this. `max_shard` is in bytes; without `dtype` tensors
     keep their dtypes; `step` is the weights' step, if known; generation ends at `end_ids`, too. Adapters are merged
     into the weights. Other files and keys come from the folder `base`, by default the folder of the initial weights.
-    With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the language model's.
+    With a Scorer as `loss`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the language
+    model's; the layers of a LayeredLoss are in it, too.
     Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
+    head = loss if isinstance(loss, Scorer) else None
     config = model.hugging_face_config()
     adapters = stages.local[0].adapters
     tied, merged = bool(config.get("tie_word_embeddings")), Mapper(())
@@ -344,12 +346,14 @@ def write_hugging_face_folder(
     elif tied and HEAD in mapper.outputs:
         for part in list_config_and_text_config(config):
             part["tie_word_embeddings"] = False
+    if isinstance(loss, LayeredLoss):
+        mapper = loss.extend_export(mapper, config)
     if origin is not None:
         mapper = origin.map_to_names_in_folder(mapper)
+        written = set(mapper.outputs)
+        origin = attrs.evolve(origin, carried=[name for name in origin.carried if name not in written])
     if adapters:
-        _gather_and_log_rounding(
-            gather_and_measure_rounding_loss(merged, model_parameters_by_name(stages), dtype), group
-        )
+        _gather_and_log_rounding(gather_and_measure_rounding_loss(merged, parameters_by_name(stages), dtype), group)
 
     def write_other_files(folder: Path, files: list[PlannedFile]) -> None:
         carried = () if origin is None else origin.carried
@@ -366,8 +370,7 @@ def write_hugging_face_folder(
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
 
-    others = None if head is None else loss_parameters_by_name(stages)
-    own = make_share_on_all_ranks(stages, mapper, group, dtype, only_inputs=head is not None, others=others)
+    own = make_share_on_all_ranks(stages, mapper, group, dtype, only_inputs=head is not None)
     if origin is not None and origin.carried and group.rank == 0:
         own = origin.add_unloaded_tensors_to(own)
     write_safetensors_folder_collectively(target, own, group, max_shard, write_other_files)
@@ -391,7 +394,7 @@ def _choose_padding_id(config: Settings, ids: Mapping[str, int | None]) -> int |
     return own if own is not None or ids["pad_token_id"] == ids["eos_token_id"] else ids["pad_token_id"]
 
 
-def make_sequence_classifier_config(config: ConfigJson, head: SequenceHead) -> ConfigJson:
+def make_sequence_classifier_config(config: ConfigJson, head: Scorer) -> ConfigJson:
     """Return a language model's `config.json` with another head."""
     classes = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
     names = {str(number): label for number, label in enumerate(head.output_names)}

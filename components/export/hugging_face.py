@@ -15,7 +15,7 @@ from drawloom.ports import (
     ClassifiableModel,
     EndsAnswers,
     Loss,
-    SequenceHead,
+    Scorer,
     Tokenizer,
 )
 
@@ -50,7 +50,7 @@ class HuggingFaceExport(FolderExport):
         """Refuse models without an export, and warn if transformers has no class for a model with a loss's head."""
         model, loss = node.neighbour("model"), node.neighbour("loss")
         yield from super().constraints(node)
-        if model is None or loss is None or not loss.implements(SequenceHead):
+        if model is None or loss is None or not loss.implements(Scorer):
             return
         if issubclass(model.component, ClassifiableModel) and not model.component.has_sequence_classifier(model):
             text = f"transformers has no sequence classifier of [{model.name}]'s family, so it can't load the export"
@@ -67,7 +67,7 @@ class HuggingFaceExport(FolderExport):
             self.model,
             self.stages,
             self.tokenizer,
-            head=self.loss if isinstance(self.loss, SequenceHead) else None,
+            loss=self.loss,
             group=self.mesh.world,
             max_shard=self.max_shard,
             dtype=None if self.dtype is None else DTYPES[self.dtype],

@@ -27,20 +27,9 @@ from drawloom.components.weights.save import (
 from drawloom.ports import LOSS, Group, Mapper, ModelParameter, Stages
 
 
-def model_parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
-    """Return the model parameters on this rank, by name."""
-    return {name: param for stage in stages.local for name, param in stage.model_parameters().items()}
-
-
-def loss_parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
-    """Return the loss's parameters on this rank, by name with the prefix `loss.`; empty without the last stage."""
-    named: dict[str, ModelParameter] = {}
-    for stage in stages.local:
-        if stage.shards is not None:
-            stage.shards.reshard()
-        parameters = stage.named_masters_or_parameters() if stage.shards is None else stage.module.named_parameters()
-        named |= {name: ModelParameter(param) for name, param in parameters if name.startswith(f"{LOSS}.")}
-    return named
+def parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
+    """Return the parameters on this rank by name: the model's, and the loss's with the prefix `loss.`."""
+    return {name: param for stage in stages.local for name, param in stage.gatherable_parameters().items()}
 
 
 def choose_owner_by_mapper_group(mapper: Mapper, specs_by_rank: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -142,25 +131,21 @@ def make_share_on_all_ranks(
     group: Group,
     dtype: torch.dtype | None = None,
     only_inputs: bool = False,
-    others: Mapping[str, ModelParameter] | None = None,
 ) -> Share:
     """
     Return this rank's share of a mapper's outputs. A collective over the group.
 
-    Raises UserError like `choose_owner_by_mapper_group`, for parameters unknown to the mapper too, unless
-    `only_inputs`. `others` are this rank's parameters beside the model's.
+    Raises UserError like `choose_owner_by_mapper_group`, for model parameters unknown to the mapper too, unless
+    `only_inputs`.
     """
     inputs = set(mapper.inputs)
     parameters = {
-        name: param for name, param in model_parameters_by_name(stages).items() if not only_inputs or name in inputs
+        name: param
+        for name, param in parameters_by_name(stages).items()
+        if name in inputs or not (only_inputs or name.startswith(f"{LOSS}."))
     }
-    parameters |= others or {}
-    parameters |= {
-        name: buffer
-        for stage in stages.local
-        for name, buffer in stage.persistent_model_buffers().items()
-        if name in inputs
-    }
+    buffers = [stage.persistent_buffers() for stage in stages.local]
+    parameters |= {name: buffer for named in buffers for name, buffer in named.items() if name in inputs}
     own = {name: [list(param.shape), str(param.dtype)] for name, param in parameters.items()}
     specs_by_rank = group.gather_json(own)
     owners = run_on_rank0(group, lambda: choose_owner_by_mapper_group(mapper, specs_by_rank))

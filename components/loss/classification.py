@@ -1,28 +1,19 @@
 """Classifier: cross entropy of a document's label, from the hidden state at its last token."""
 
-from collections.abc import Iterator
-from functools import cached_property
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from drawloom import NodeView, Problem, UserError, component, setting
+from drawloom import UserError, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.loss.reward import (
-    make_score_head_on_meta,
-    mark_last_tokens,
-    report_tensor_parallelism,
-    warn_unused_head,
-)
-from drawloom.components.weights.heads import find_score_head_rows
-from drawloom.ports import Head, LanguageModel, LossSums, Mesh, TokenBatch
+from drawloom.components.loss.reward import ScoringLoss, mark_last_tokens
+from drawloom.ports import Head, LossSums, TokenBatch
 
 
 @component
-class Classifier(DecoderInputs):
+class Classifier(ScoringLoss, DecoderInputs):
     """
     Classifier: the cross entropy of documents' labels, such as from `data.labelled_texts`.
 
@@ -33,42 +24,14 @@ class Classifier(DecoderInputs):
 
     batch_leaves: ClassVar[tuple[str, ...]] = (*DecoderInputs.batch_leaves, "labels")
 
-    model: LanguageModel
-    mesh: Mesh
     labels: list[str] = setting(
         "names of the classes",
         check=lambda labels: None if len(labels) == len(set(labels)) > 1 else "write two or more different labels",
     )
-    head: Path | None = setting(
-        "model folder with the initial head, such as a classifier's export, whose classes have the names in "
-        "`labels`, in any order; default: random",
-        default=None,
-    )
-
-    @classmethod
-    def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report tensor parallelism, and the model folder's own head."""
-        yield from report_tensor_parallelism(node)
-        yield from warn_unused_head(node, node.settings["labels"])
-
-    def check_before_open(self) -> None:
-        """Raise UserError if the folder `head` has no such head."""
-        if self.head is not None:
-            find_score_head_rows(self.head, self.labels)
-
-    @cached_property
-    def module(self) -> nn.Module | None:
-        """The head's parameters, on the meta device until the stages are materialized."""
-        return make_score_head_on_meta(self.model, self.labels, self.head)
 
     @property
-    def output_names(self) -> list[str]:
+    def output_names(self) -> list[str]:  # type: ignore[override]
         return self.labels
-
-    def score_tokens(self, hidden: Tensor) -> Tensor:
-        assert self.module is not None
-        logits: Tensor = self.module(hidden)
-        return logits
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:
         """

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from drawloom import NodeView, Problem, UserError, at_least, component, setting
 from drawloom.components.loss.pairwise import PairInputs, sum_by_answer
 from drawloom.components.weights.convert import convert_tensors
-from drawloom.components.weights.heads import find_score_head_rows, read_score_head
+from drawloom.components.weights.heads import find_model_folder, find_score_head_rows, read_score_head
 from drawloom.components.weights.mapper_ops import distribute_like
+from drawloom.graph import component_base_class
 from drawloom.ports import SCORE, Head, LanguageModel, LossSums, Mesh, TokenBatch
 
 
@@ -57,61 +58,32 @@ class ScoreHead(nn.Module):
         return hidden.to(dtype) @ self.weight.to(dtype).T
 
 
-def make_score_head_on_meta(model: LanguageModel, outputs: Sequence[str], folder: Path | None) -> ScoreHead:
-    """Return a head for a model, on the meta device. Raises UserError if the model has no hidden_size."""
-    width = model.hugging_face_config().get("hidden_size")
-    if not isinstance(width, int):
-        raise UserError("a score needs hidden_size, but the model's config.json has no such key", 2)
-    with torch.device("meta"):
-        return ScoreHead(width, outputs, folder)
+@component_base_class
+class ScoringLoss:
+    """Base class for losses with a head; a document has the scores at its last token."""
 
-
-def warn_unused_head(node: NodeView, outputs: Sequence[str]) -> Iterator[Problem]:
-    """Warn if the model's folder has a head with these outputs, and the loss has a random one."""
-    model = node.neighbour("model")
-    folder = model.settings.get("path") if model is not None and model.settings.get("weights") else None
-    if folder is None or node.settings["head"] is not None:
-        return
-    with suppress(UserError):  # there is no such head, or the folder is reported elsewhere
-        find_score_head_rows(folder, outputs)
-        text = f"{folder} has a head with these outputs, and this one begins with random weights"
-        yield node.warning("head", text, f'write head = "{folder}" to train it further')
-
-
-def report_tensor_parallelism(node: NodeView) -> Iterator[Problem]:
-    """Report tensor parallelism: every rank would add the whole head's gradient, so the sum would be too large."""
-    if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
-        text = f"[{node.name}] computes whole scores, and ranks along 'tensor' share hidden states"
-        yield mesh.problem("tensor", text, "write tensor = 1")
-
-
-@component
-class RewardModel(PairInputs):
-    """
-    Reward model: -log(sigmoid(margin)) of every pair of answers, where the margin is the difference of their scores.
-
-    The score of an answer is a linear function of the hidden state at the document's last token. The data may have a
-    `margin` for each pair, by which the chosen answer's score is to exceed the other one. Named sums, weighted by pair
-    like the loss, are `reward_margin`, `reward_accuracy`, `reward_chosen` and `reward_rejected`.
-    """
-
-    pairs: ClassVar[bool] = True
-    output_names: ClassVar[tuple[str, ...]] = ("reward",)
+    output_names: ClassVar[Sequence[str]] = ("reward",)
 
     model: LanguageModel
     mesh: Mesh
-    centring: float = setting(
-        "coefficient of the squared sum of both scores, which keeps them around 0", default=0.0, check=at_least(0)
-    )
     head: Path | None = setting(
-        "model folder with the initial head, such as a reward model's export; default: random", default=None
+        "model folder with the initial head, such as an export of a run with this loss, whose outputs have the same "
+        "names, in any order; default: random",
+        default=None,
     )
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report tensor parallelism, and the model folder's own head."""
-        yield from report_tensor_parallelism(node)
-        yield from warn_unused_head(node, cls.output_names)
+        """Report tensor parallelism, and warn if the model's folder has a head, and the loss has a random one."""
+        if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
+            # Every rank would add the whole head's gradient.
+            text = f"[{node.name}] computes whole scores, and ranks along 'tensor' share hidden states"
+            yield mesh.problem("tensor", text, "write tensor = 1")
+        if node.settings["head"] is None and (folder := find_model_folder(node)) is not None:
+            with suppress(UserError):  # there is no such head, or the folder is reported elsewhere
+                find_score_head_rows(folder, node.settings.get("labels") or cls.output_names)
+                text = f"{folder} has a head with these outputs, and this one begins with random weights"
+                yield node.warning("head", text, f'write head = "{folder}" to train it further')
 
     def check_before_open(self) -> None:
         """Raise UserError if the folder `head` has no such head."""
@@ -121,12 +93,33 @@ class RewardModel(PairInputs):
     @cached_property
     def module(self) -> nn.Module | None:
         """The head's parameters, on the meta device until the stages are materialized."""
-        return make_score_head_on_meta(self.model, self.output_names, self.head)
+        width = self.model.hugging_face_config().get("hidden_size")
+        if not isinstance(width, int):
+            raise UserError("a score needs hidden_size, but the model's config.json has no such key", 2)
+        with torch.device("meta"):
+            return ScoreHead(width, self.output_names, self.head)
 
     def score_tokens(self, hidden: Tensor) -> Tensor:
         assert self.module is not None
         scores: Tensor = self.module(hidden)
         return scores
+
+
+@component
+class RewardModel(ScoringLoss, PairInputs):
+    """
+    Reward model: -log(sigmoid(margin)) of every pair of answers, where the margin is the difference of their scores.
+
+    The score of an answer is a linear function of the hidden state at the document's last token. The data may have a
+    `margin` for each pair, by which the chosen answer's score is to exceed the other one. Named sums, weighted by pair
+    like the loss, are `reward_margin`, `reward_accuracy`, `reward_chosen` and `reward_rejected`.
+    """
+
+    pairs: ClassVar[bool] = True
+
+    centring: float = setting(
+        "coefficient of the squared sum of both scores, which keeps them around 0", default=0.0, check=at_least(0)
+    )
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:
         """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""

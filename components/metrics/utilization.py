@@ -7,11 +7,11 @@ import torch
 
 from drawloom import Every, above, component, internal, setting
 from drawloom.ports import (
-    LOSS,
     Accumulator,
     CountsFlops,
     Device,
     ForwardFlops,
+    Loss,
     Mesh,
     MetricTotals,
     MetricValues,
@@ -20,6 +20,7 @@ from drawloom.ports import (
     Stages,
     Step,
     Value,
+    count_flops_with_loss,
     require_token_batch,
 )
 
@@ -43,6 +44,7 @@ class Utilization:
     mesh: Mesh
     precision: Precision
     stages: Stages
+    loss: Loss
     models: Every[CountsFlops]
     features: Every[StageFeature]
     peak_tflops: float | None = setting(
@@ -60,22 +62,20 @@ class Utilization:
         if len(self.models) != 1 or (device.type == "cpu" and self.peak_tflops is None):
             return
         [model] = self.models.values()
-        self._flops = model.forward_flops()
+        self._flops = count_flops_with_loss(model, self.loss)
         self._peak = self.peak_tflops
         if self._peak is None:
             from drawloom.components.distributed.device_model import get_matmul_dtype_key, get_peak_tflops
 
-            self._peak = get_peak_tflops(
-                torch.cuda.get_device_name(device), get_matmul_dtype_key(self.precision.compute)
-            )
+            dtype = get_matmul_dtype_key(self.precision.compute)
+            self._peak = get_peak_tflops(torch.cuda.get_device_name(device), dtype)
         frozen = [
             name
             for stage in self.stages.local
             for name, param in stage.named_masters_or_parameters()
             if not param.requires_grad
         ]
-        frozen_by_rank = self.mesh.pipeline_group.gather_json(frozen)
-        self._frozen = {name for names in frozen_by_rank for name in names if not name.startswith(f"{LOSS}.")}
+        self._frozen = set().union(*self.mesh.pipeline_group.gather_json(frozen))
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -115,18 +115,14 @@ class Utilization:
         values["mfu"] = mfu = flops / device_seconds / 1e12 / self._peak
         if mfu <= max((feature.peak_factor for feature in self.features.values()), default=1):
             return values
-        self._report_impossible_rate(step.index, mfu)
-        return dict.fromkeys(values)
-
-    def _report_impossible_rate(self, step: int, mfu: float) -> None:
-        """Log once that the measured rate exceeds the device's peak."""
         if not self._has_warned:
             self._has_warned = True
             log.error(
                 "step %d: the meter of metrics.utilization is wrong, it measured %.3g times the device's peak of %g "
                 "TFLOP/s; such steps have no tflops and mfu; correct metrics.utilization.peak_tflops if this is not "
                 "the device's peak, otherwise report the error",
-                step,
+                step.index,
                 mfu,
                 self._peak,
             )
+        return dict.fromkeys(values)

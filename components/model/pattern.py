@@ -1,14 +1,15 @@
 """The component `model.pattern`: a model of one's own, whose layers are a pattern of parts."""
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import attrs
 
 from drawloom import at_least, component, setting
 from drawloom.components.model.decoder.declarations import (
     WINDOW,
+    Branch,
     DecoderBuilder,
     Family,
     InvalidSetting,
@@ -18,8 +19,15 @@ from drawloom.components.model.decoder.declarations import (
     training_setting,
 )
 from drawloom.components.model.decoder.hybrid import DeltaConfig
-from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, ShortConvSpec, StateSpaceSpec
-from drawloom.ports import Settings
+from drawloom.components.model.decoder.mixer_specs import (
+    ChannelDeltaSpec,
+    ConnectedBranch,
+    ConnectionSpec,
+    ConstrainedSpec,
+    ShortConvSpec,
+    StateSpaceSpec,
+)
+from drawloom.ports import ConfigJson, Settings
 
 MODULES = {
     **dict.fromkeys(("attention", "window"), "self_attn"),
@@ -57,6 +65,13 @@ class PatternConfig(DeltaConfig):
         "convolution)"
     )
     sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
+    use_qk_norm: bool = setting("apply RMSNorm to queries and keys by head", default=True)
+    residual: Literal["plain", "hyper", "constrained"] = setting(
+        "residual connections: to one stream, or to residual_streams by learned weights (hyper-connections), also "
+        "constrained ones (mHC)",
+        default="plain",
+    )
+    residual_streams: int = size_setting("taps", "number of streams for hyper-connections", least=2, default=4)
     attention_gate: bool = setting("multiply attention's output by a sigmoid gate", default=False)
     conv_L_cache: int = size_setting("taps", "number of tokens in a conv", default=3)
 
@@ -80,10 +95,33 @@ class PatternConfig(DeltaConfig):
                 return StateSpaceSpec(**attrs.asdict(self.delta), conv_bias=True)
             case "conv":
                 return ShortConvSpec(taps=self.conv_L_cache)
-        return attrs.evolve(self.grouped_attention_spec_of(layer), gate=self.attention_gate)
+        norm = self.qk_norm if self.use_qk_norm else "none"
+        return attrs.evolve(self.grouped_attention_spec_of(layer), gate=self.attention_gate, qk_norm=norm)
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         return MODULES[self.part_of(layer)], self.part_spec_of(layer)
+
+    def branches_of(self, layer: int) -> Sequence[Branch]:
+        branches, streams = super().branches_of(layer), self.residual_streams
+        if self.residual == "plain":
+            return branches
+        spec = ConnectionSpec if self.residual == "hyper" else ConstrainedSpec
+        first = layer * len(branches)
+        return [
+            ConnectedBranch(
+                **attrs.asdict(branch, recurse=False),
+                connection=spec(streams=streams, first=(first + index) % streams),
+            )
+            for index, branch in enumerate(branches)
+        ]
+
+    @property
+    def layer_class(self) -> str:  # type: ignore[override]
+        return "layer:Block" if self.residual == "plain" else "hyper_connections:HyperBlock"
+
+    @property
+    def decoder_class(self) -> str:  # type: ignore[override]
+        return "model:Decoder" if self.residual == "plain" else "hyper_connections:HyperDecoder"
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
@@ -100,15 +138,28 @@ class PatternConfig(DeltaConfig):
             yield InvalidSetting("num_hidden_layers", why, f"write {-(-layers // count) * count}, or another pattern")
 
 
+def _read_config(config: ConfigJson) -> ConfigJson:
+    """Complete the config of a decoder with attention in every layer."""
+    return {"layers": "attention", "use_qk_norm": config.get("model_type") != "llama", **config}
+
+
 @component(impact="incompatible")
 class Pattern(DecoderBuilder):
     """
     A language model whose layers are a pattern of parts, for architectures of one's own.
 
-    transformers has no class for it, so it can't be exported; runs keep it in checkpoints.
+    transformers has no class for it, so it can't be exported; runs keep it in checkpoints. `config` may be of Qwen3 or
+    Llama, whose layers the pattern replaces.
     """
 
-    family = Family(PatternConfig, "drawloom_pattern", "PatternForCausalLM", has_classifier=False)
+    family = Family(
+        PatternConfig,
+        "drawloom_pattern",
+        "PatternForCausalLM",
+        other_types=("qwen3", "llama"),
+        read=_read_config,
+        has_classifier=False,
+    )
 
     @classmethod
     def explain_missing_export(cls, node: Any) -> str:

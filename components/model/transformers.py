@@ -189,15 +189,16 @@ class Transformers:
     def uncast_parameter_patterns(self) -> Sequence[str]:
         return find_float32_patterns(self._meta_model)
 
-    def forward_flops(self) -> ForwardFlops:
-        whole = self._build_on_meta()
-        shapes = dict(whole.named_parameters())
+    def forward_flops(self, span: LayerRange | None = None) -> ForwardFlops:
+        module = self._build_on_meta(span)
+        shapes = dict(module.named_parameters())
         by_parameter = {
             name: 2.0 * shapes[name].numel() * self._estimate_parameter_uses(name, shapes[name], role)
-            for name, role in parameter_roles(whole)
+            for name, role in parameter_roles(module)
             if name in shapes
         }
-        return ForwardFlops({name: flops for name, flops in by_parameter.items() if flops}, self._count_pair_flops())
+        per_pair = self._count_pair_flops(range(module.span.first, module.span.last))
+        return ForwardFlops({name: flops for name, flops in by_parameter.items() if flops}, per_pair)
 
     def _estimate_parameter_uses(self, name: str, parameter: Tensor, role: Role) -> float:
         """Return how often a token is multiplied by a parameter, a fraction for experts: chosen / all."""
@@ -209,8 +210,8 @@ class Transformers:
             return float(first_config_value(self._config, *CHOSEN_EXPERTS) or experts) / experts
         return role.products
 
-    def _count_pair_flops(self) -> dict[int | None, float]:
-        """Return FLOPs per query-key pair, summed over layers, by window (None: full attention)."""
+    def _count_pair_flops(self, layers: range) -> dict[int | None, float]:
+        """Return FLOPs per query-key pair, summed over these layers, by window (None: full attention)."""
         config = self._config
         heads = first_config_value(config, "num_attention_heads")
         width = first_config_value(config, "head_dim") or first_config_value(config, "hidden_size") // heads
@@ -223,7 +224,7 @@ class Transformers:
             )
         kinds = first_config_value(config, "layer_types") or ["full_attention"] * self.num_hidden_layers
         flops: dict[int | None, float] = {}
-        for kind in kinds:
+        for kind in kinds[layers.start : layers.stop]:
             window = first_config_value(config, "sliding_window") if kind == "sliding_attention" else None
             flops[window] = flops.get(window, 0.0) + 2.0 * heads * both
         return flops
@@ -241,7 +242,7 @@ class Transformers:
         except SelfCheckError as error:
             raise self._create_check_error(error.check, error.reason) from error
 
-    def _build_on_meta(self) -> TransformersLM:
-        """Build drawloom's span with all layers on the meta device."""
-        span = LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
+    def _build_on_meta(self, span: LayerRange | None = None) -> TransformersLM:
+        """Build drawloom's module for a span, or for the whole model, on the meta device."""
+        span = span or LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
         return TransformersLM(build_meta_model(self._config), self._self_check_result.parts, span, self.kernels)

@@ -53,6 +53,7 @@ from drawloom.ports import (
     Stages,
     UpdateArithmetic,
     UpdateFlops,
+    count_flops_with_loss,
     embeds_on_every_rank,
     sum_memory_by_kind,
 )
@@ -429,7 +430,9 @@ class Planner:
         if self.nodes.model_node not in self.nodes.find_nodes(CountsFlops):
             return None
         model: CountsFlops = self.objects[self.nodes.model_node]
-        return self.cache.get_or_compute("operations", model.forward_flops)  # it builds the model
+        loss = self.objects[self.nodes.find_only_node(Loss)]
+        # it builds the model
+        return self.cache.get_or_compute("operations", lambda: count_flops_with_loss(model, loss))
 
     def _build_rank_views(self, program: Program) -> list[RankView]:
         """Return the views by pipeline rank, from the cache if another plan has the same partition."""

@@ -199,6 +199,10 @@ class StageFeature(Feature):
         """Yield settings with patterns; every pattern has to match a name in some rank's modules."""
         yield from ()
 
+    def change_initial_values(self, values: Any) -> Any:
+        """Return the initializer for modules: the stages' one, or another one in its place."""
+        return values
+
     def place(self, modules: Sequence[nn.Module]) -> None:
         """Place parameters on the meta device in another memory, before all others get the device's memory."""
 

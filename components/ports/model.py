@@ -57,9 +57,27 @@ class ForwardFlops:
 class CountsFlops(Protocol):
     """A model that counts its floating-point operations."""
 
-    def forward_flops(self) -> ForwardFlops:
-        """Return the operations in the whole model's forward pass, including its head."""
+    def forward_flops(self, span: "LayerRange | None" = None) -> ForwardFlops:
+        """Return the operations in a span's forward pass; default: in the whole model's, including its head."""
         ...
+
+
+@runtime_checkable
+class LayeredLoss(Protocol):
+    """A trainable loss with layers like the model's, which count in FLOPs and are in the model's folders."""
+
+    def count_forward_flops(self, model: CountsFlops) -> ForwardFlops:
+        """Return the operations in the forward passes of the model and the layers."""
+        ...
+
+    def extend_export(self, mapper: Mapper, config: ConfigJson) -> Mapper:
+        """Return a folder's mapper, with parameters as inputs, and the layers'; set the layers' keys in the config."""
+        ...
+
+
+def count_flops_with_loss(model: CountsFlops, loss: object) -> ForwardFlops:
+    """Return the operations in a forward pass of the model and the loss's layers."""
+    return loss.count_forward_flops(model) if isinstance(loss, LayeredLoss) else model.forward_flops()
 
 
 @runtime_checkable

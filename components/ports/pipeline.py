@@ -162,7 +162,7 @@ class TrainableLoss(Protocol):
     A loss with its own parameters.
 
     Its module becomes the last stage's submodule `loss`: the parameters are materialized, synced, clipped, trained and
-    saved like other parameters, but not exported.
+    saved like other parameters. An export has only those of a `Scorer` or a `LayeredLoss`.
     """
 
     module: nn.Module | None
@@ -230,8 +230,14 @@ class MeasuresStep(Protocol):
 
 
 @port
+@runtime_checkable
 class Scorer(Protocol):
-    """A loss whose own parameters score documents, such as a reward model's or a classifier's."""
+    """
+    A loss whose own parameters score documents, such as a reward model's or a classifier's.
+
+    Its module is a head for transformers' AutoModelForSequenceClassification: the only parameter is `weight`, (labels,
+    hidden_size), which exports write as `score.weight`.
+    """
 
     @property
     def output_names(self) -> Sequence[str]:
@@ -249,20 +255,6 @@ class Scorer(Protocol):
 
 SCORE = "score.weight"
 """Name of a head's weight in folders of transformers' AutoModelForSequenceClassification, (labels, hidden_size)."""
-
-
-@runtime_checkable
-class SequenceHead(Protocol):
-    """
-    A loss whose module is a head for transformers' AutoModelForSequenceClassification.
-
-    The module's only parameter is `weight`, (labels, hidden_size); exports write it as `score.weight`.
-    """
-
-    @property
-    def output_names(self) -> Sequence[str]:
-        """The head's output names."""
-        ...
 
 
 @port

@@ -119,17 +119,13 @@ class Stage:
         for name, parameter in self.module.named_parameters():
             yield name, self.masters.get(name, parameter)
 
-    def model_parameters(self) -> dict[str, ModelParameter]:
-        """Return the model's parameters by name, without the loss's."""
+    def gatherable_parameters(self) -> dict[str, ModelParameter]:
+        """Return the parameters, also the loss's, by name."""
         named = self.named_masters_or_parameters()
         if self.shards is not None:
             self.shards.reshard()  # what a forward has gathered may be in another dtype
             named = self.module.named_parameters()
-        parameters = {
-            name: ModelParameter(parameter, self.splits.get(name))
-            for name, parameter in named
-            if not name.startswith(f"{LOSS}.")
-        }
+        parameters = {name: ModelParameter(parameter, self.splits.get(name)) for name, parameter in named}
         if (read_or_draw_frozen_values := self.read_or_draw_frozen_values) is not None:
             for name, weight_format in list_quantized_parameter_formats(self.module).items():
                 stored = parameters[name]
@@ -138,13 +134,10 @@ class Stage:
                 parameters[name] = QuantizedParameter(tensor=stored.tensor, weight_shape=shape, read=read)
         return parameters
 
-    def persistent_model_buffers(self) -> dict[str, ModelParameter]:
-        """Return the model's persistent buffers by name, without the loss's; buffers are whole on every rank."""
-        saved = self.module.state_dict(keep_vars=True)
-        named = ((name, buffer) for name, buffer in self.module.named_buffers() if name in saved)
-        return {
-            name: ModelParameter(buffer, is_buffer=True) for name, buffer in named if not name.startswith(f"{LOSS}.")
-        }
+    def persistent_buffers(self) -> dict[str, ModelParameter]:
+        """Return the module's persistent buffers by name; buffers are whole on every rank."""
+        saved, buffers = self.module.state_dict(keep_vars=True), self.module.named_buffers()
+        return {name: ModelParameter(buffer, is_buffer=True) for name, buffer in buffers if name in saved}
 
 
 @port

@@ -369,6 +369,8 @@ class StageAssembly:
         sharded = data_parallel.shard_modules(modules)
         slices = {name: rank_slice.tensor_slice for name, rank_slice in parallel.splits.items()}
         self.values = InitialValues(of.model, of.job.seed, of.device.device, of.weights, slices)
+        for feature in self.features.features:
+            self.values = feature.change_initial_values(self.values)
         run_and_gather_on_all_ranks(of.mesh.world, partial(self.values.allocate_and_fill_modules, modules))
         if of.adapters:
             self.values.initialize_adapters_on_all_ranks(modules)

@@ -21,7 +21,7 @@ from drawloom.ports import (
     PretrainedModel,
     Program,
     Recompute,
-    SequenceHead,
+    Scorer,
     StageNodes,
     computes_both_gradients_at_once,
     embeds_on_every_rank,
@@ -55,7 +55,7 @@ def check_initial_folder(weights: Path | None, model: Model, loss: Loss | None) 
     try:
         if weights is not None:
             open_safetensors_folder(weights)
-        if not isinstance(loss, SequenceHead):
+        if not isinstance(loss, Scorer):
             check_language_model_head(folder)
     except UserError as error:
         raise UserError(f"weights: {error}") from error

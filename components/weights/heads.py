@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drawloom import UserError
+from drawloom import NodeView, UserError
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.strict_json import parse_strict_json
@@ -15,6 +15,12 @@ from drawloom.ports import SCORE
 
 MAX_CONFIG = 2**20
 """Maximum config size in bytes."""
+
+
+def find_model_folder(loss: NodeView) -> Path | None:
+    """Return a loss's model's folder with initial weights, or None."""
+    model = loss.neighbour("model")
+    return model.settings.get("path") if model is not None and model.settings.get("weights") else None
 
 
 def check_language_model_head(folder: Path) -> None:

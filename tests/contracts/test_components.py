@@ -523,6 +523,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "executor": {"use": "pipeline.circular.executor"},
     },
     "stages.materialized": lambda folder: {"precision": {"compute": "bfloat16", "gradient": "float32"}},
+    "stages.grafted": lambda folder: (
+        frozen(folder) and {"graft": {"use": "stages.grafted", "folder": str(folder), "new": ["*.mlp.*"]}}
+    ),
     "stages.compiled": lambda folder: {"compile": {"use": "stages.compiled"}},
     "pipeline.offloaded_inputs": lambda folder: {
         "offload": {"use": "pipeline.offloaded_inputs"},

@@ -81,7 +81,7 @@ MESHES = [
             ("gpipe", 4, True, False, "muon"),
             ("gpipe", 4, False, True, "smoothed"),
             ("gpipe", 4, False, False, "dora"),
-            *(("gpipe", 4, True, False, family) for family in ("olmo3", "lfm2", "qwen3_5", "deepseek_v32")),
+            *(("gpipe", 4, True, False, family) for family in ("olmo3", "lfm2", "qwen3_5", "glm_moe_dsa")),
             ("gpipe", 4, False, False, "nemotron_h"),
             ("gpipe", 4, True, False, "gemma4_linked"),
         ],
@@ -95,7 +95,7 @@ MESHES = [
             ("zero_bubble_v", 4, False, False, "muon"),
             ("zero_bubble_v", 4, False, False, "dora"),
             ("circular", 4, False, False, "plain"),
-            *(("zero_bubble_v", 2, True, False, family) for family in ("gemma4", "granite", "glm4_moe")),
+            *(("zero_bubble_v", 2, True, False, family) for family in ("gemma4", "granite", "glm4_moe", "pattern")),
         ],
     ),
     MeshCases(
@@ -114,7 +114,7 @@ MESHES = [
 ]
 
 
-WHOLE_ON_TENSOR_RANKS = {"dora", "further", "gemma4", "gemma4_linked", "glm4_moe", "deepseek_v32", "nemotron_h"}
+WHOLE_ON_TENSOR_RANKS = {"dora", "further", "gemma4", "gemma4_linked", "glm4_moe", "glm_moe_dsa", "nemotron_h"}
 """Cases with adapters, experts, small projections or layers of a loss that every tensor-parallel or shard rank has."""
 
 

@@ -28,6 +28,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "finetune": FINETUNED,
     "finetune_lora": FINETUNED,
     "distill": (*FINETUNED, "vars.teacher=base"),
+    "heal": FINETUNED,
     "grpo": BASE,
     "chat": (*BASE, 'tokens.paths=["conversations.jsonl"]'),
     "dpo": (*BASE, 'tokens.paths=["preferences.jsonl"]'),

@@ -26,6 +26,7 @@ FROM_A_BASE = [
     "classify",
     "distill",
     "distill_offline",
+    "heal",
 ]
 PARAMETERS = {
     "qwen3_0_6b": 596_049_920,

@@ -32,7 +32,7 @@ from drawloom.components.ports.data import Examples, MeasuredRows, MovableData, 
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.parameter_roles import Role, default_role
-from drawloom.components.ports.pipeline import OuterLayersSchedule
+from drawloom.components.ports.pipeline import Loss, OuterLayersSchedule
 from drawloom.components.ports.run import Batching, Event, Interval, RunFolder, RunInfo, Step
 from drawloom.components.ports.stages import Stage, Stages
 from drawloom.graph import Every, UserError
@@ -395,8 +395,14 @@ def route_microbatch(use: str, values: Values, _place: Path) -> Any:
 def utilization_of(use: str, values: Values, _place: Path) -> Any:
     """Return the names and sizes of a step's metrics; the step takes one second."""
     model = build("model.qwen3.dense", kernels=cpu_kernels(), **SIZES)
-    edges: Values = {"mesh": SingleRankMesh(), "device": ComputeDevice(kind="cpu"), "models": Every({"model": model})}
-    node = build(use, precision=fake(Precision), stages=fake(Stages, local=[]), features=Every(), **edges, **values)
+    edges: dict[str, Any] = {"mesh": SingleRankMesh(), "device": ComputeDevice(kind="cpu")}
+    edges |= {
+        "stages": fake(Stages, local=[]),
+        "features": Every(),
+        "loss": fake(Loss),
+        "models": Every({"model": model}),
+    }
+    node = build(use, precision=fake(Precision), **edges, **values)
     node.open()
     ids = torch.zeros(1, 3, dtype=torch.int64)
     batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 3))

@@ -88,6 +88,7 @@ def further_loss_of(use: str, values: Values, _place: Path) -> Any:
     inputs = sample()
     model = dense(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
     loss = build(use, model=model, mesh=SingleRankMesh(), **values)
+    loss.check_before_open()
     loss.module.to_empty(device="cpu")
     torch.manual_seed(0)
     for parameter in loss.module.parameters():

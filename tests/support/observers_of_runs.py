@@ -131,6 +131,14 @@ def frozen_weights_of(use: str, values: Values, folder: Path) -> Any:
         return sum(float(parameter.double().sum()) for parameter in stage.module.parameters())
 
 
+def grafted_weights_of(use: str, values: Values, folder: Path) -> Any:
+    """Return all weights, added up, with some from a folder in the current directory."""
+    graft = {"use": use, **values, "folder": str(Path(values["folder"]).absolute())}
+    with _recipe(folder, graft=graft).open(only="stages") as objects:
+        (stage,) = objects["stages"].local
+        return sum(float(parameter.detach().double().sum()) for parameter in stage.module.parameters())
+
+
 def count_recomputations(use: str, values: Values, folder: Path) -> Any:
     """Count how often each layer's first norm runs in a step of one microbatch."""
     runs = Counter[int]()

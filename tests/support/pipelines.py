@@ -26,10 +26,10 @@ from drawloom.components.loss.multi_token import MultiToken
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.deepseek_v3 import DeepseekV3
-from drawloom.components.model.deepseek_v32 import DeepseekV32
 from drawloom.components.model.gemma3 import Gemma3
 from drawloom.components.model.gemma4 import Gemma4
 from drawloom.components.model.glm4_moe import Glm4Moe
+from drawloom.components.model.glm_moe_dsa import GlmMoeDsa
 from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.granite import Granite
 from drawloom.components.model.kimi_linear import KimiLinear
@@ -309,10 +309,11 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
     "qwen3_5": (Qwen35, HYBRID),
     # norms before delta nets and after attention, and strengths up to 2
     "olmo_hybrid": (OlmoHybrid, HYBRID),
-    # a model of one's own
+    # a model of one's own, with two residual streams
     "pattern": (
         Pattern,
-        {key: value for key, value in HYBRID.items() if key != "layer_types"} | {"layers": "gdn, attention"},
+        {key: value for key, value in HYBRID.items() if key != "layer_types"}
+        | {"layers": "gdn, attention", "residual": "hyper", "residual_streams": 2},
     ),
     # with experts, of which one has a gate
     "qwen3_next": (
@@ -341,11 +342,12 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
-    # latent attention to tokens that an indexer chooses
-    "deepseek_v32": (
-        DeepseekV32,
+    # latent attention to tokens that an indexer chooses, also for the next layer
+    "glm_moe_dsa": (
+        GlmMoeDsa,
         GROUPED
         | {
+            "indexer_types": ["full", "shared"] * 4,
             "num_key_value_heads": 4,
             "head_dim": 6,
             "kv_lora_rank": 9,

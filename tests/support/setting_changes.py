@@ -554,7 +554,8 @@ ROWS: dict[str, Row] = {
     "loss.multi_token": Row(
         policy.further_loss_of,
         {},
-        {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3, "depth": 2, "coefficient": 0.5},
+        {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3, "depth": 2, "coefficient": 0.5}
+        | {"layers": NO_HEAD},
     ),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
     "metrics.auroc": Row(parts.count_sums, {"bins": 4}, {"bins": 6, "of": "other"}),
@@ -754,6 +755,9 @@ ROWS: dict[str, Row] = {
             "num_hidden_layers": 4,
             "sliding_window": Change(3, {"layers": "window, gdn"}),
             "attention_gate": True,
+            "use_qk_norm": False,
+            "residual": "hyper",
+            "residual_streams": Change(3, {"residual": "hyper"}),
             "conv_L_cache": Change(4, {"layers": "conv, gdn"}),
         },
     ),
@@ -1018,6 +1022,11 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.zero_bubble_1p": STAGES_PER_RANK,
     "pipeline.schedules.v_half": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
+    "stages.grafted": Row(
+        runs.grafted_weights_of,
+        {"folder": "exported", "new": ["*.q_proj.*"]},
+        {"folder": Change("no_folder", refused=True), "new": ["*.k_proj.*"]},
+    ),
     "stages.frozen": Row(runs.frozen_weights_of, {}, {"weights": Change("no_folder", refused=True)}),
     "stages.materialized": Row(
         runs.stages_of,

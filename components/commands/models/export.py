@@ -5,7 +5,7 @@ from pathlib import Path
 from drawloom.components.commands._trained import CheckpointCommand, find_base_folder_of_run, get_if_any
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.graph.cli.command import Project, Result, command, option, output, output_class
-from drawloom.ports import EndsAnswers, LanguageModel, Loss, SequenceHead, Stages, Tokenizer
+from drawloom.ports import EndsAnswers, LanguageModel, Loss, Stages, Tokenizer
 
 
 @output_class
@@ -28,14 +28,13 @@ class ExportCommand(CheckpointCommand):
 
     def run(self, project: Project) -> ExportResult:
         with self.open_run(project, LanguageModel, Stages, Loss, every=(Tokenizer, EndsAnswers)) as run:
-            loss = run.nodes.get(Loss)
             ends = [node.answer_end_ids for node in run.nodes.values() if isinstance(node, EndsAnswers)]
             write_hugging_face_folder(
                 self.to,
                 run.nodes.get(LanguageModel),
                 run.nodes.get(Stages),
                 get_if_any(run.nodes, Tokenizer),
-                head=loss if isinstance(loss, SequenceHead) else None,
+                loss=run.nodes.get(Loss),
                 base=find_base_folder_of_run(run.folder),
                 step=run.step,
                 end_ids=frozenset().union(*ends),

@@ -300,10 +300,10 @@ class DecoderModel:
         role = self._roles_by_parameter_name.get(name) or default_role(name, parameter)
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
 
-    def forward_flops(self) -> ForwardFlops:
+    def forward_flops(self, span: LayerRange | None = None) -> ForwardFlops:
         from drawloom.components.model.decoder.model import count_forward_flops
 
-        return count_forward_flops(self.build_on_meta(), self.architecture)
+        return count_forward_flops(self.build_on_meta(span), self.architecture)
 
     def hugging_face_config(self) -> ConfigJson:
         return self.family.build_config(attrs.evolve(self.architecture, vocab_size=self.vocab_size))
@@ -336,10 +336,10 @@ class DecoderModel:
     def _roles_by_parameter_name(self) -> dict[str, Role]:
         return dict(parameter_roles(self.build_on_meta()))
 
-    def build_on_meta(self) -> nn.Module:
-        """Build the whole model on the meta device, where nothing is allocated."""
+    def build_on_meta(self, span: LayerRange | None = None) -> nn.Module:
+        """Build a span, or the whole model, on the meta device, where nothing is allocated."""
         with torch.device("meta"):
-            return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
+            return self.build(span or LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
 
 
 @component_base_class

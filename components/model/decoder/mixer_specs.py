@@ -2,7 +2,7 @@
 
 import attrs
 
-from drawloom.components.model.decoder.specs import AttentionSpec, MixerSpec, PartSpec, RecurrentSpec
+from drawloom.components.model.decoder.specs import AttentionSpec, Branch, MixerSpec, PartSpec, RecurrentSpec
 
 
 @attrs.frozen(kw_only=True)
@@ -161,3 +161,27 @@ class StateSpaceSpec(DeltaSpec):
     @property
     def token_flops(self) -> int:
         return 4 * self.value_heads * self.key_dim * self.value_dim
+
+
+@attrs.frozen(kw_only=True)
+class ConnectionSpec(PartSpec):
+    """Specification of a branch's hyper-connection to `streams` residual streams; it begins to read stream `first`."""
+
+    part = "hyper_connections:HyperConnection"
+
+    streams: int
+    first: int
+
+
+@attrs.frozen(kw_only=True)
+class ConstrainedSpec(ConnectionSpec):
+    """Specification of a manifold-constrained hyper-connection (mHC)."""
+
+    part = "hyper_connections:ConstrainedConnection"
+
+
+@attrs.frozen(kw_only=True)
+class ConnectedBranch(Branch):
+    """A layer's branch, with its connection to the residual streams."""
+
+    connection: ConnectionSpec

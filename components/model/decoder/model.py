@@ -229,18 +229,18 @@ class CausalLM(nn.Module):
         return attrs.evolve(role, scaling=scaling.matrix if role.is_matrix else scaling.vector)
 
 
-def count_forward_flops(whole: nn.Module, architecture: DecoderConfig) -> ForwardFlops:
-    """Count FLOPs in a whole model's forward pass, by parameter and by pair; the model may be on the meta device."""
-    shapes = {name: parameter.numel() for name, parameter in whole.named_parameters()}
+def count_forward_flops(module: Any, architecture: DecoderConfig) -> ForwardFlops:
+    """Count FLOPs in a CausalLM's forward pass, by parameter and by pair; it may be on the meta device."""
+    shapes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     by_parameter = {}
-    for name, role in parameter_roles(whole):
+    for name, role in parameter_roles(module):
         # A tied table is multiplied by where it is the head.
         products = 1.0 if ".embed_tokens." in name and architecture.tie_word_embeddings else role.products
         if name in shapes and products:
             by_parameter[name] = 2.0 * shapes[name] * products
     per_pair: Counter[int | None] = Counter()
     per_token = 0.0
-    for layer in range(architecture.num_hidden_layers):
+    for layer in range(module.span.first, module.span.last):
         for branch in architecture.branches_of(layer):
             if isinstance(branch.spec, MixerSpec):
                 per_pair[branch.spec.window] += branch.spec.pair_flops

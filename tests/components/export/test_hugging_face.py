@@ -19,7 +19,7 @@ from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.hugging_face import HuggingFaceExport
 from drawloom.components.model.auto import FAMILIES, AutoModel
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.pipeline import SequenceHead
+from drawloom.components.ports.pipeline import Scorer
 from drawloom.components.ports.run import FinalTask
 from drawloom.components.ports.stages import Stage
 from drawloom.graph.types.port_match import find_mismatches
@@ -115,7 +115,7 @@ def test_check_warns_of_classifiers_that_transformers_lacks(tmp_path: Path) -> N
     node: Any = SimpleNamespace(warning=lambda *words: words)
     model = SimpleNamespace(component=AutoModel, settings={"path": tmp_path}, name="model")
     for has_head in (True, False):
-        loss = SimpleNamespace(implements=lambda port: has_head and port is SequenceHead)  # noqa: B023
+        loss = SimpleNamespace(implements=lambda port: has_head and port is Scorer)  # noqa: B023
         node.neighbour = {"model": model, "loss": loss}.get
         for kind in FAMILIES.values():
             name = kind.family.model_type

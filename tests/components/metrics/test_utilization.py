@@ -13,6 +13,7 @@ from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import CountsFlops, ForwardFlops, LayerRange
+from drawloom.components.ports.pipeline import Loss
 from drawloom.components.ports.run import Interval, Step
 from drawloom.components.ports.stages import Stage, Stages
 from drawloom.components.ports.tracking import Value
@@ -26,7 +27,7 @@ from support.metrics import combine
 class Counted:
     """A model with 10 operations by token and weight, and 100 and 1000 by pair, without a window and with one of 2."""
 
-    def forward_flops(self) -> ForwardFlops:
+    def forward_flops(self, span: LayerRange | None = None) -> ForwardFlops:
         return ForwardFlops({"a.weight": 10.0, "b.weight": 10.0}, {None: 100.0, 2: 1000.0})
 
 
@@ -43,6 +44,7 @@ def make_metric(mesh: Any, kind: str = "cpu", models: int = 1, factor: float = 1
         mesh=mesh,
         precision=precision,
         stages=stages,
+        loss=fake(Loss),
         models=every,
         features=Every({"feature": feature}),
         **settings,

@@ -256,7 +256,7 @@ def test_parameters_of_a_loss_belong_to_the_last_stage(mesh_of: Any, job: Any) -
     (again,) = open_stages(mesh, job, Blueprint(), loss=Biased(Bias())).local
     assert torch.equal(again.module.get_parameter("loss.bias"), bias)
     assert not torch.equal(contents[2]["trained"]["loss.inner.bias"], bias)
-    assert again.model_parameters().keys() == {"2.weight", "3.weight"}
+    assert again.gatherable_parameters().keys() == {"2.weight", "3.weight", "loss.bias"}
 
 
 def test_parameters_of_a_loss_are_in_no_folder_of_weights(one_rank: Any, job: Any, tmp_path: Path) -> None:

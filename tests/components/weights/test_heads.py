@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drawloom.components.loss.reward import warn_unused_head
+from drawloom.components.loss.reward import ScoringLoss
 from drawloom.components.ports.model import Model
-from drawloom.components.ports.pipeline import SCORE
+from drawloom.components.ports.pipeline import SCORE, Scorer
 from drawloom.components.stages.checks import check_initial_folder
 from drawloom.components.weights.adapted import HEAD
 from drawloom.components.weights.heads import find_score_head_rows, read_score_head
@@ -66,7 +66,7 @@ def test_rows_follow_the_names_of_labels(labels: Any, outputs: list[str], rows: 
 def test_a_language_model_needs_a_head(names: Any, config: Any, is_refused: bool, tmp_path: Path) -> None:
     """An untied classifier's folder has no head that a language model's loss could use; a score needs none."""
     folder = folder_of(tmp_path / "base", {name: torch.ones(1, 4) for name in names}, **config)
-    score: Any = SimpleNamespace(output_names=["reward"])
+    score: Any = fake(Scorer)
     model: Any = SimpleNamespace(initial_weights=folder)
     for weights, base in ((folder, fake(Model)), (None, model)):
         check_initial_folder(weights, base, score)
@@ -89,8 +89,8 @@ def test_a_head_that_is_not_used_is_warned_of(tmp_path: Path) -> None:
         (empty, None, ["reward"], False),
         (tmp_path / "missing", None, ["reward"], False),
     ):
-        node.settings = {"head": head}
+        node.settings = {"head": head, "labels": outputs}
         node.neighbour = {"model": SimpleNamespace(settings={"path": path, "weights": True})}.get
         hints = [f'write head = "{base}" to train it further'] * is_warned
-        warnings: list[Any] = list(warn_unused_head(node, outputs))
+        warnings: list[Any] = list(ScoringLoss.constraints(node))
         assert warnings == hints

@@ -1,0 +1,141 @@
+"""
+Hyper-connections: several residual streams; learned weights read, write and mix them (arXiv 2409.19606).
+
+Between layers the streams are joined to one tensor: (..., streams * hidden_size). mHC (Xie et al. 2025, arXiv
+2512.24880) constrains the weights, so that mixing streams keeps their sum.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.layer import Block
+from drawloom.components.model.decoder.mixer_specs import ConnectedBranch, ConnectionSpec
+from drawloom.components.model.decoder.model import Decoder
+from drawloom.components.model.decoder.specs import LayerContext
+from drawloom.components.model.layers import RMSNorm
+from drawloom.ports import Kernels, LayerRange, Role
+
+ROUNDS = 20
+"""Normalizations of rows and columns, as in mHC."""
+
+
+class HyperConnection(nn.Module):
+    """
+    Weights between a branch and residual streams: a static part, and one that depends on the streams.
+
+    At the start a branch reads stream `first` and writes to all streams, and none are mixed: they equal a plain
+    residual stream. Parameters are differences from this.
+    """
+
+    def __init__(self, architecture: DecoderConfig, spec: ConnectionSpec, kernels: Kernels) -> None:
+        super().__init__()
+        count, self.spec, self.width = spec.streams, spec, architecture.hidden_size
+        outputs, inputs, scales = self.projection_sizes
+        self.norm = RMSNorm(inputs, architecture.rms_norm_eps, kernels)
+        self.read, self.write = (nn.Parameter(torch.zeros(count)) for _ in range(2))
+        self.mix = nn.Parameter(torch.zeros(count, count))
+        self.projection = nn.Parameter(torch.zeros(outputs, inputs))
+        self.scale = nn.Parameter(torch.full((scales,), 0.01))
+
+    @property
+    def projection_sizes(self) -> tuple[int, int, int]:
+        """The projection's outputs and inputs, and the number of scales for its outputs."""
+        return 2 + self.spec.streams, self.width, 2
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        Return a branch's input (..., width), mixed streams (..., streams, width), and output weights (..., streams, 1).
+
+        streams: (..., streams, width). Weights and mixed streams are at least float32.
+        """
+        dtype = torch.promote_types(streams.dtype, torch.float32)
+        read, write, mix = self.compute_weights(streams, dtype)
+        wide = streams.to(dtype)
+        return (read.unsqueeze(-2) @ wide).squeeze(-2).to(streams.dtype), mix @ wide, write.unsqueeze(-1)
+
+    def compute_weights(self, streams: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weights to read and to write (..., streams), and to mix: (..., to stream, from stream)."""
+        dynamic = (self.norm(streams).to(dtype) @ self.projection.to(dtype).T).tanh()
+        alpha, beta = self.scale.to(dtype)
+        same = torch.eye(self.spec.streams, dtype=dtype, device=streams.device)
+        read = _read_one(self.spec, streams, dtype) + self.read.to(dtype) + alpha * dynamic[..., 0]
+        write = 1.0 + self.write.to(dtype) + beta * dynamic[..., 1]
+        return read, write, (same + self.mix.to(dtype) + alpha * dynamic[..., 2:]).mT
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        # Every channel is multiplied by the weights to read and to mix, and all channels by the projection.
+        uses = self.spec.streams * self.width // self.projection.shape[1]
+        products = {"read": self.width, "mix": self.width, "write": 0, "projection": uses}
+        return {name: Role(False, 0.0, count) for name, count in products.items()} | {"scale": Role(False, 0.01)}
+
+
+class ConstrainedConnection(HyperConnection):
+    """
+    mHC: weights to read are between 0 and 1, weights to write between 0 and 2, and rows and columns of mixing weights
+    add up to 1 (Sinkhorn-Knopp).
+
+    At the start weights to read add up to 1, and most of it is for stream `first`.
+    """
+
+    @property
+    def projection_sizes(self) -> tuple[int, int, int]:
+        count = self.spec.streams
+        return count * (2 + count), count * self.width, 3
+
+    def compute_weights(self, streams: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        count = self.spec.streams
+        dynamic = self.norm(streams.flatten(-2)).to(dtype) @ self.projection.to(dtype).T
+        parts, scales = dynamic.split([count, count, count * count], -1), self.scale.to(dtype)
+        start = torch.logit(0.8 * _read_one(self.spec, streams, dtype) + 0.2 / count)
+        read = (start + self.read.to(dtype) + scales[0] * parts[0]).sigmoid()
+        write = 2.0 * (self.write.to(dtype) + scales[1] * parts[1]).sigmoid()
+        same = 8.0 * torch.eye(count, dtype=dtype, device=streams.device)
+        logs = same + self.mix.to(dtype) + scales[2] * parts[2].unflatten(-1, (count, count))
+        for _ in range(ROUNDS):
+            logs = logs.log_softmax(-2).log_softmax(-1)
+        return read, write, logs.exp()
+
+
+def _read_one(spec: ConnectionSpec, streams: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 1 for the stream `first` and 0 for others, (streams,)."""
+    return (torch.arange(spec.streams, device=streams.device) == spec.first).to(dtype)
+
+
+class HyperBlock(Block):
+    """A layer on several residual streams; it begins them if its input is one stream."""
+
+    def __init__(self, architecture: DecoderConfig, branches: Sequence[ConnectedBranch], kernels: Kernels) -> None:
+        super().__init__(architecture, branches, kernels)
+        self.width, self.streams = architecture.hidden_size, branches[0].connection.streams
+        for branch in branches:
+            self.add_module(f"{branch.name}_connection", branch.connection.build(architecture, kernels))
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Map hidden states (..., hidden_size), or joined streams (..., streams * hidden_size), to joined streams."""
+        streams = torch.unflatten(hidden, -1, (-1, self.width))
+        streams = streams.expand(*streams.shape[:-2], self.streams, self.width)
+        for branch in self.branches:
+            inputs, mixed, weights = self.get_submodule(f"{branch.name}_connection")(streams)
+            output = self.get_submodule(branch.name)(self.add_and_norm(None, inputs, branch).normed, context)
+            streams = (mixed + weights * output.unsqueeze(-2)).to(hidden.dtype)
+        return torch.flatten(streams, -2)
+
+
+class StreamNorm(RMSNorm):
+    """RMSNorm after averaging joined streams, (..., streams * width)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the streams' mean, (..., width); their sum, as in the paper, has the same norm."""
+        return super().forward(torch.unflatten(x, -1, (-1, self.weight.shape[0])).mean(-2))
+
+
+class HyperDecoder(Decoder):
+    """Decoder with a last norm that averages streams."""
+
+    def __init__(self, architecture: DecoderConfig, span: LayerRange, kernels: Kernels) -> None:
+        super().__init__(architecture, span, kernels)
+        if span.head:
+            self.norm = StreamNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
