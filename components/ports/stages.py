@@ -130,12 +130,17 @@ class Stage:
                 parameters[name] = QuantizedParameter(tensor=stored.tensor, weight_shape=shape, read=read)
         return parameters
 
-    def persistent_model_buffers(self) -> dict[str, ModelParameter]:
-        """Return the model's persistent buffers by name, without the loss's; buffers are whole on every rank."""
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Return the module's persistent buffers (any shape) by name; buffers are whole on every rank."""
         saved = self.module.state_dict(keep_vars=True)
-        named = ((name, buffer) for name, buffer in self.module.named_buffers() if name in saved)
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
+
+    def persistent_model_buffers(self) -> dict[str, ModelParameter]:
+        """Return the model's persistent buffers by name, without the loss's."""
         return {
-            name: ModelParameter(buffer, is_buffer=True) for name, buffer in named if not name.startswith(f"{LOSS}.")
+            name: ModelParameter(buffer, is_buffer=True)
+            for name, buffer in self.persistent_buffers().items()
+            if not name.startswith(f"{LOSS}.")
         }
 
 
