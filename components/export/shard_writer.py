@@ -10,8 +10,8 @@ from torch import Tensor
 
 from drawloom import UserError
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
-from drawloom.components.storage.durable_files import TempFolder, create_temp_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
+from drawloom.components.storage.temp_folders import TempFolder, create_temp_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.convert import stream_converted_tensors
 from drawloom.components.weights.mapper import parallel, sequential
