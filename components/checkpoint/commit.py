@@ -172,7 +172,7 @@ def _remove_leftovers(checkpoints: Path) -> None:
 
 
 def _choose_path_for_corrupt(checkpoint: Path) -> Path:
-    """Return an unused name beside a corrupt checkpoint, under which it is kept."""
+    """Return an unused name beside a corrupt checkpoint, to keep it there."""
     used_names, number = set(durable_files.list_folder(checkpoint.parent)), 1
     while (name := f"{CORRUPT}{checkpoint.name}-{number}") in used_names:
         number += 1

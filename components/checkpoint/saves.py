@@ -207,9 +207,9 @@ class Saves:
 
     def list_recorded_values(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
         """Yield the steps with a valid manifest, with the metrics in it."""
-        from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match
-
         for checkpoint in list_checkpoints(self.folder):
+            from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match  # a new run has none
+
             if (manifest := read_manifest_if_sizes_match(checkpoint)) is not None:
                 yield manifest.step, manifest.values
 

@@ -18,8 +18,6 @@ from drawloom.ports import (
     RowSource,
     Split,
     TokenBatch,
-    TrainingData,
-    ValidationData,
     require_token_batch,
 )
 
@@ -180,44 +178,3 @@ def an_example_becomes_one_row_of_the_length(collator: Collator) -> None:
         expect(starts, f"the tokens {ids} are not in the row {row}")
         document = alone.document_ids[0, starts[0]]
         expect(int((alone.document_ids[0] == document).sum()) == len(ids), "padding is of the document of an example")
-
-
-STEPS = 3
-
-
-def equal_settings_yield_equal_microbatches(one: TrainingData, other: TrainingData) -> None:
-    """Two loaders with the same settings return the same microbatches at every step."""
-    for step in range(STEPS):
-        first, second = one.next_step(), other.next_step()
-        expect(first and len(first) == len(second), f"step {step + 1} has {len(first)} and {len(second)} microbatches")
-        is_same = all(_have_equal_tensors(a, b) for a, b in zip(first, second, strict=True))
-        expect(is_same, f"step {step + 1} differs between two loaders with the same settings")
-
-
-def consecutive_steps_have_different_data(data: TrainingData) -> None:
-    """Two consecutive steps have different data."""
-    first, second = data.next_step(), data.next_step()
-    same = len(first) == len(second) and all(_have_equal_tensors(a, b) for a, b in zip(first, second, strict=True))
-    expect(not same, "the second step has the data of the first")
-
-
-def microbatches_have_at_most_the_counted_rows(data: ValidationData) -> None:
-    """The microbatches have at most the counted rows, and these are at most all the split's rows."""
-    used, count = data.count_evaluated_and_total_rows()
-    rows = sum(batch.row_count for batch in data.batches())
-    expect(0 < rows <= used <= count, f"{rows} rows in microbatches, {used} of {count} by its own count")
-
-
-def two_passes_yield_equal_microbatches(one: ValidationData, other: ValidationData) -> None:
-    """A second pass has the same microbatches in the same order."""
-    first = [*one.batches()]
-    expect(first, "there are no microbatches")
-    for again in ([*one.batches()], [*other.batches()]):
-        same = len(again) == len(first) and all(map(_have_equal_tensors, first, again))
-        expect(same, "a second pass has other microbatches")
-
-
-def _have_equal_tensors(one: Batch, other: Batch) -> bool:
-    """Return whether two batches have equal tensors."""
-    first, second = one.tensors(), other.tensors()
-    return len(first) == len(second) and all(map(torch.equal, first, second))

@@ -53,6 +53,13 @@ def _transformers_ignores_declared_class(folder: Path) -> bool:
     return read_json_object_or_empty(folder / MODEL).get("model_type") in REBUILT
 
 
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens in a folder's `tokenizer_config.json` by name, such as eos_token."""
+    config = read_json_object_or_empty(folder / CONFIG)
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in config.items()}
+    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+
+
 def read_json_object_or_empty(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or {} if the file is missing or invalid."""
     try:

@@ -12,11 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drawloom import UserError, component, internal, setting
-from drawloom.components.data.auto_tokenizer import CLASSES_OF_FILES
+from drawloom.components.data.auto_tokenizer import (
+    CLASSES_OF_FILES,
+    CONFIG,
+    read_json_object_or_empty,
+    read_special_tokens,
+)
 from drawloom.components.data.chat.template import list_chat_template_files, read_chat_templates
 from drawloom.components.data.transformers_ids import edit_config_until_ids_match, warn_if_transformers_ids_differ
 
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
+COMPANIONS = (CONFIG, "special_tokens_map.json")
 """Other tokenizer files that transformers reads from the same folder, beside chat templates."""
 
 MODEL_FILES = ("generation_config.json", "config.json")
@@ -84,9 +89,9 @@ class HuggingFaceTokenizer:
     @cached_property
     def _eos_token(self) -> str:
         """Return the end-of-document token; raises UserError if nothing declares one."""
-        token = self.end_token or read_eos_token(self._tokenizer_file.parent)
+        token = self.end_token or self.special_tokens_by_name.get("eos_token")
         if token is None:
-            where = f"{self._tokenizer_file.parent / COMPANIONS[0]} has no eos_token"
+            where = f"{self._tokenizer_file.parent / CONFIG} has no eos_token"
             raise UserError(f"end_token: it is not set, and {where}; {_suggest_special_tokens(self._tokenizer)}")
         return token
 
@@ -145,12 +150,12 @@ class HuggingFaceTokenizer:
     @property
     def chat_templates(self) -> Mapping[str, str]:
         """The templates in files or `tokenizer_config.json` beside the file, by name."""
-        return read_chat_templates(self._tokenizer_file.parent)[0]
+        return read_chat_templates(self._tokenizer_file.parent)
 
     @property
     def special_tokens_by_name(self) -> Mapping[str, str]:
         """The special tokens in `tokenizer_config.json`, by name."""
-        return read_chat_templates(self._tokenizer_file.parent)[1]
+        return read_special_tokens(self._tokenizer_file.parent)
 
     @property
     def control_tokens(self) -> list[str]:
@@ -219,9 +224,9 @@ class HuggingFaceTokenizer:
             copy = folder / path.relative_to(self._tokenizer_file.parent)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
-        if not (folder / COMPANIONS[0]).is_file():
+        if not (folder / CONFIG).is_file():
             config = {"tokenizer_class": CLASSES_OF_FILES[0], "eos_token": self._eos_token}
-            (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+            (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         if (folder / "config.json").is_file():
             edit_config_until_ids_match(folder, self)
 
@@ -278,23 +283,11 @@ def read_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def read_eos_token(folder: Path) -> str | None:
-    """Return the eos_token in `tokenizer_config.json`, or None."""
-    try:
-        token = json.loads((folder / COMPANIONS[0]).read_text("utf-8")).get("eos_token")
-    except (FileNotFoundError, ValueError, AttributeError):
-        return None
-    text = token.get("content") if isinstance(token, dict) else token  # transformers 4 writes an object
-    return text if isinstance(text, str) else None
-
-
 def read_eos_ids(path: Path) -> set[int]:
     """Return eos_token_id in a model's configuration file, one id or a list; empty without any."""
-    try:
-        config = json.loads(path.read_text("utf-8"))
-        ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-    except (OSError, ValueError, AttributeError):
-        return set()
+    config = read_json_object_or_empty(path)
+    text_config = config.get("text_config")
+    ids = config.get("eos_token_id", text_config.get("eos_token_id") if isinstance(text_config, dict) else None)
     return {end for end in (ids if isinstance(ids, list) else [ids]) if type(end) is int and end >= 0}
 
 

@@ -6,13 +6,14 @@ import socket
 import sys
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from drawloom import NodeView, Problem, UserError, between, component, internal, setting
-from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
-from drawloom.components.distributed.torchrun import read_launch
+
+if TYPE_CHECKING:
+    from drawloom.components.distributed.torchrun import Launch
 
 SHARED_GPU_VARIABLES = {"NCCL_HOSTID": "drawloom process {process}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 """
@@ -63,7 +64,7 @@ class ComputeDevice:
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if self.kind == "auto" else self.kind
         if kind == "cpu":
             return torch.device("cpu")
-        index = read_launch().local_rank
+        index = self._launch.local_rank
         return torch.device("cuda", index % torch.cuda.device_count() if self.shares_gpu else index)
 
     def list_versions_and_choices(self) -> dict[str, str]:
@@ -75,7 +76,13 @@ class ComputeDevice:
     @property
     def shares_gpu(self) -> bool:
         """Whether this machine has GPUs, but fewer than processes, and the recipe lets them share."""
-        return self.share and 0 < torch.cuda.device_count() < read_launch().local_world_size
+        return self.share and 0 < torch.cuda.device_count() < self._launch.local_world_size
+
+    @property
+    def _launch(self) -> "Launch":
+        from drawloom.components.distributed.torchrun import read_launch
+
+        return read_launch()
 
     @property
     def backend(self) -> str:
@@ -113,10 +120,12 @@ class ComputeDevice:
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             # autograd's thread for the device binds no CUDA context by itself, and cuBLAS warns of it (torch 2.11)
             torch.autograd.backward(2 * torch.ones((), device=self.device, requires_grad=True))
+        from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
+
         threads = self.threads
         if threads is None and THREADS not in os.environ:
             # torch's default is the number of physical cores, regardless of the quota and other processes
-            threads = min(torch.get_num_threads(), count_threads_per_process(read_launch().local_world_size))
+            threads = min(torch.get_num_threads(), count_threads_per_process(self._launch.local_world_size))
         if threads is not None:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(threads)

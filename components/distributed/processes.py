@@ -8,12 +8,12 @@ import attrs
 import torch.distributed as dist
 
 from drawloom import Every, UserError, above, component, internal, setting
-from drawloom.components.distributed.torchrun import Launch, read_launch
 from drawloom.ports import PRINTED, Device, Group, P2PChannel, ReplicaLimit
 
 if TYPE_CHECKING:
     from drawloom.components.distributed.launched_ranks import LaunchedRanks
     from drawloom.components.distributed.membership import Membership
+    from drawloom.components.distributed.torchrun import Launch
 
 log = logging.getLogger("drawloom.distributed")
 
@@ -49,7 +49,9 @@ class TorchProcesses:
     _next: "Membership | Literal['spare'] | None" = internal(None)
 
     @property
-    def _launch(self) -> Launch:
+    def _launch(self) -> "Launch":
+        from drawloom.components.distributed.torchrun import Launch
+
         return self._ranks.launch if self._ranks else Launch()
 
     @property
@@ -83,6 +85,8 @@ class TorchProcesses:
                 "torch has a default process group already, and this run would change it; call "
                 "torch.distributed.destroy_process_group() first"
             )
+        from drawloom.components.distributed.torchrun import Launch, read_launch
+
         launch = read_launch()
         if launch != Launch():
             # imported here: a process without a launch needs neither groups nor what watches and survives other ranks

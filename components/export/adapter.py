@@ -12,8 +12,8 @@ from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.export.folder import FolderExport
 from drawloom.components.export.shard_writer import gather_tensors_on_first_rank, make_share_on_all_ranks
-from drawloom.components.storage.durable_files import create_temp_folder
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
+from drawloom.components.storage.temp_folders import create_temp_folder
 from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.components.weights.load import folder_fingerprint
 from drawloom.components.weights.peft import BASE_KEY, WEIGHTS, PeftFormat

@@ -50,7 +50,7 @@ class FolderExport(ABC):
         """Write the folder; every rank adds its own tensors. A collective over all ranks."""
         if self.has_result_of_step(step):
             return
-        from drawloom.components.storage.durable_files import remove_folder_atomically
+        from drawloom.components.storage.temp_folders import remove_folder_atomically
 
         # it may have the export of an earlier step
         run_on_rank0(self.mesh.world, lambda: remove_folder_atomically(self._target))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from drawloom import UserError
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
-from drawloom.components.storage.durable_files import TempFolder, create_temp_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
+from drawloom.components.storage.temp_folders import TempFolder, create_temp_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.convert import stream_converted_tensors
 from drawloom.components.weights.mapper import parallel, sequential
@@ -144,8 +144,9 @@ def make_share_on_all_ranks(
         for name, param in parameters_by_name(stages).items()
         if name in inputs or not (only_inputs or name.startswith(f"{LOSS}."))
     }
-    buffers = [stage.persistent_buffers() for stage in stages.local]
-    parameters |= {name: buffer for named in buffers for name, buffer in named.items() if name in inputs}
+    for stage in stages.local:
+        buffers = stage.persistent_buffers()
+        parameters |= {name: ModelParameter(buffers[name], is_buffer=True) for name in buffers if name in inputs}
     own = {name: [list(param.shape), str(param.dtype)] for name, param in parameters.items()}
     specs_by_rank = group.gather_json(own)
     owners = run_on_rank0(group, lambda: choose_owner_by_mapper_group(mapper, specs_by_rank))

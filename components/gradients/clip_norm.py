@@ -6,7 +6,6 @@ from typing import ClassVar
 import torch
 
 from drawloom import above, component, setting
-from drawloom.kernels.gradients.eager import scale_and_sum_squares
 from drawloom.ports import Parameters, Step
 
 
@@ -21,6 +20,8 @@ class ClipNorm:
 
     def run_phase(self, step: Step) -> None:
         """Scale the gradients by max_norm / norm if it is below 1; `grad_norm` remains the norm before clipping."""
+        from drawloom.kernels.gradients.eager import scale_and_sum_squares
+
         # 1e-6 as in torch.nn.utils.clip_grad_norm_, because the norm may be 0
         factor = self.max_norm / (step.state["grad_norm"] + 1e-6)
         gradients = [

@@ -134,10 +134,10 @@ class Stage:
                 parameters[name] = QuantizedParameter(tensor=stored.tensor, weight_shape=shape, read=read)
         return parameters
 
-    def persistent_buffers(self) -> dict[str, ModelParameter]:
-        """Return the module's persistent buffers by name; buffers are whole on every rank."""
-        saved, buffers = self.module.state_dict(keep_vars=True), self.module.named_buffers()
-        return {name: ModelParameter(buffer, is_buffer=True) for name, buffer in buffers if name in saved}
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Return the module's persistent buffers (any shape) by name; buffers are whole on every rank."""
+        saved = self.module.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
 
 
 @port

@@ -24,7 +24,7 @@ from torch import Tensor
 from drawloom import NodeView, Problem, UserError, above, at_least, between, component, internal, setting
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.distributed.rng import derive_seed
-from drawloom.components.storage.durable_files import remove_folder_atomically
+from drawloom.components.storage.temp_folders import remove_folder_atomically
 from drawloom.ports import (
     MAX_LENGTH,
     Completions,

@@ -1,9 +1,4 @@
-"""
-The training loop, with its limit on consecutive skipped steps, and the checks of its recipe.
-
-The checks are about its length, its phases' intervals and plans, the numbers in settings, and the batch leaves that
-components read.
-"""
+"""The training loop: every step's phases, in order, and then the final tasks."""
 
 import logging
 import signal as signals
@@ -15,26 +10,21 @@ from typing import Any
 
 import attrs
 
-from drawloom import Every, NodeView, Ordered, Problem, UserError, above, at_least, component, internal, setting, wired
+from drawloom import Every, NodeView, Ordered, Problem, above, at_least, component, internal, setting, wired
 from drawloom.components.distributed.rank_errors import RankError
+from drawloom.components.run.recipe_checks import check_training_recipe
+from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph.component import find_declared_reads_and_writes
-from drawloom.graph.problems import did_you_mean
 from drawloom.ports import (
-    IN_PARAMETERS,
-    STEP_SPECS,
     AfterRestore,
-    Batch,
     EpochCounter,
-    Epochs,
     Event,
     Events,
     FinalTask,
     Listener,
-    NamesNumbers,
     Phase,
     PlannedPhase,
     Randomness,
-    ReadsLeaves,
     Restorer,
     SavingPhase,
     Step,
@@ -43,132 +33,7 @@ from drawloom.ports import (
     StoppingPhase,
     accepts_deferred_factors,
     count_steps_of_epochs,
-    find_batch_types,
 )
-
-
-@attrs.define
-class SkippedSteps:
-    """
-    Counter for consecutive skipped steps, equal on all ranks.
-
-    It reads a step's numbers once the host can do so without idling a GPU.
-    """
-
-    limit: int
-    _count: int = attrs.field(init=False, default=0)
-    _last: Step | None = attrs.field(init=False, default=None)
-    _unread: Step | None = attrs.field(init=False, default=None)
-
-    def add_completed_step(self, step: Step) -> None:
-        """Add a completed step."""
-        self._unread = step
-        if step.state.is_on_host or step.is_last:
-            self.wait_and_check_skip_limit()
-
-    def wait_and_check_skip_limit(self) -> None:
-        """
-        Count the last step unless it is counted already, and wait for its numbers.
-
-        Raises UserError after `limit` skipped steps in a row, before a later step changes weights.
-        """
-        step, self._unread = self._unread, None
-        if step is None:
-            return
-        self._last = step
-        self._count = self._count + 1 if step.skip_reason else 0
-        if self._count >= self.limit:
-            raise UserError(
-                f"{self._count} steps in a row were skipped, at last step {step.index}: {step.skip_reason}; "
-                "to go back, remove the checkpoints saved since then (the newest with a finite loss is always kept), "
-                f"{_suggest_remedy(step)}, and start the run again"
-            )
-
-    def fail_if_last_step_skipped(self) -> None:
-        """Raise UserError if the last step was skipped, because the results come from an earlier step's weights."""
-        if self._count and self._last is not None:
-            skipped = "step was" if self._count == 1 else f"{self._count} steps were"
-            raise UserError(
-                f"the last {skipped} skipped, at last step {self._last.index}: {self._last.skip_reason}; "
-                f"the results are made from earlier weights; {_suggest_remedy(self._last)}, and start again under "
-                "another run name"
-            )
-
-
-def _suggest_remedy(step: Step) -> str:
-    """Return what helps against a skipped step's reason."""
-    if "loss_weight" in step.state and step.state.number("loss_weight") <= 0:
-        return "raise the length of rows or batch.global_size until all steps have tokens to learn from"
-    return "lower the learning rate or clip more"
-
-
-def find_missing_batch_leaves(trainer: NodeView) -> Iterator[Problem]:
-    """
-    Yield a problem for every component with a leaf missing from the run's batches.
-
-    A phase that makes batches, such as one of rollouts, replaces those of the data set.
-    """
-    phases = {node.name for node in trainer.neighbours("phases")}
-    writers = [*find_batch_types(trainer)]
-    writers = [writer for writer in writers if writer[0].name in phases] or writers
-    for reader in trainer.reachable():
-        if isinstance(reader.component, ReadsLeaves):
-            for writer, batch_type in writers:
-                yield from _check_leaves(reader, reader.component.batch_leaves, writer, batch_type)
-
-
-def _check_leaves(
-    reader: NodeView, leaves: tuple[str, ...], writer: NodeView, batch_type: type[Batch]
-) -> Iterator[Problem]:
-    """Yield a problem if the batches from `writer` lack leaves that `reader` needs."""
-    if missing := [name for name in leaves if name not in batch_type.specs]:
-        plural = "leaves" if len(missing) > 1 else "leaf"
-        text = (
-            f"[{reader.name}] reads the {plural} {', '.join(missing)} of batches, and [{writer.name}] makes "
-            f"{batch_type.__name__}, which has {', '.join(batch_type.specs)}"
-        )
-        yield reader.problem("use", text, f"use another component in [{reader.name}] or in [{writer.name}]")
-
-
-def check_lengths(node: NodeView) -> Iterator[Problem]:
-    """Report a missing length, plans longer than the run, and lengths in epochs if no data counts them."""
-    if node.settings["steps"] is None and node.settings["epochs"] is None:
-        yield node.problem("use", "neither steps nor epochs is set", "write steps = 1000 or epochs = 3.0")
-    for phase in node.neighbours("phases"):
-        if issubclass(phase.component, PlannedPhase) and node.settings["steps"]:
-            yield from phase.component.check_total_steps(phase, node.settings["steps"])
-    text, hint = "no data of the run counts epochs", "write a number of steps, or let data.loader read the data"
-    if node.neighbour("epoch_counter"):
-        return
-    if node.settings["epochs"] is not None:
-        yield node.problem("epochs", text, hint)
-    for phase in node.neighbours("phases"):
-        if (every := phase.settings.get("every")) == "epoch" or isinstance(every, Epochs):
-            yield phase.problem("every", text, hint)
-
-
-def find_missing_numbers(node: NodeView) -> Iterator[Problem]:
-    """Report settings of phases with the name of a number and no phase to write it."""
-    phases = node.neighbours("phases")
-    written = {
-        value
-        for phase in phases
-        if phase.settings.get("every") != "never"
-        for value in find_declared_reads_and_writes(phase.component).writes
-    }
-    for phase in phases:
-        reads = (value.removesuffix("?") for value in find_declared_reads_and_writes(phase.component).reads)
-        known = {*written, *reads} - IN_PARAMETERS - STEP_SPECS.keys()
-        for key in phase.component.number_settings if isinstance(phase.component, NamesNumbers) else ():
-            value = phase.settings[key]
-            text = f"no phase of [{node.name}] writes a number {value!r}"
-            if value is not None and value not in known:
-                yield phase.problem(key, text, did_you_mean(value, known))
-            elif value is not None and value not in written:
-                # Only a warning: the setting may come from a recipe that this one extends.
-                hint = f'add a phase that does, or write unset = ["{phase.name}.{key}"]'
-                yield phase.warning(key, f"{text}, so that {key!r} does nothing", hint)
-
 
 log = logging.getLogger("drawloom.run")
 
@@ -206,9 +71,7 @@ class Trainer:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Report batch leaves and numbers without a writer, and lengths that do not fit the phases or the data."""
-        yield from find_missing_batch_leaves(node)
-        yield from check_lengths(node)
-        yield from find_missing_numbers(node)
+        yield from check_training_recipe(node)
 
     def run(self, *callbacks: Callable[[Step], object]) -> int:
         """

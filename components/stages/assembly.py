@@ -22,12 +22,9 @@ from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import ExpertDimension
 from drawloom.components.parallel.master_weights import ParameterStore, choose_layer_dtype
 from drawloom.components.parallel.pipeline import build_layer_ranges, partition_layers, split_off_embedding_and_head
-from drawloom.components.parallel.split_experts import set_dispatcher
 from drawloom.components.pipeline.program.builders import list_stages_of_rank
-from drawloom.components.stages.activation_specs import ActivationSpecs
 from drawloom.components.stages.feature_stack import FeatureStack
 from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device
-from drawloom.components.weights.convert import persistent_buffers
 from drawloom.kernels.recompute.policy import make_recomputable
 from drawloom.ports import (
     LOSS,
@@ -57,6 +54,7 @@ from drawloom.ports import (
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.fsdp import ShardedStore
+    from drawloom.components.stages.activation_specs import ActivationSpecs
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -126,7 +124,10 @@ class StageBuilder:
             module.add_module(LOSS, loss_module)
         module = self.features.transform(module)
         check_no_shared_parameters(module)
-        set_dispatcher(module, self.dispatcher)
+        if self.dispatcher is not None:
+            from drawloom.components.parallel.split_experts import set_dispatcher
+
+            set_dispatcher(module, self.dispatcher)
         return module
 
     def build_meta_module_for_activations(self, span: LayerRange) -> nn.Module:
@@ -281,7 +282,7 @@ class StageParameters:
     def state_tensors(self) -> list[dict[str, Tensor]]:
         """Return trained parameters and persistent buffers (any shape) by stage: the state a checkpoint saves."""
         stages = zip(self.stages, self._trained, strict=True)
-        return [{**trained, **persistent_buffers(stage.module)} for stage, trained in stages]
+        return [{**trained, **stage.persistent_buffers()} for stage, trained in stages]
 
 
 @attrs.define(eq=False, slots=False)
@@ -293,7 +294,7 @@ class StageAssembly:
     local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
     store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
     parameters: StageParameters = attrs.field(init=False, default=None)
-    activations: ActivationSpecs = attrs.field(init=False, default=None)
+    spans: Sequence[LayerRange] = attrs.field(init=False, factory=list)  # of all stages
     values: InitialValues = attrs.field(init=False, default=None)
     fingerprint: str = attrs.field(init=False, default="")
 
@@ -301,9 +302,7 @@ class StageAssembly:
         """Build, parallelize and allocate the stages, and fill them with initial or loaded values."""
         model, parallel = self.settings.model, self.builder.build_local_modules()
         modules = [*parallel.modules.values()]
-        self.activations = ActivationSpecs(
-            parallel.spans, self.builder.build_meta_module_for_activations, self._do_layers_keep_shapes
-        )
+        self.spans = parallel.spans
         self._set_stages(parallel, self._allocate_and_fill(parallel))
         blocks = [[*model.blocks(module)] for module in modules]
         self.features.finish(modules, [*chain.from_iterable(blocks)])
@@ -321,6 +320,13 @@ class StageAssembly:
         blocks = chain.from_iterable(map(self.settings.model.blocks, modules))
         self.features.place_on_meta(modules, [*blocks])
         self._set_stages(parallel, self._create_data_parallel(parallel).create_planned_store(modules))
+
+    @cached_property
+    def activations(self) -> "ActivationSpecs":
+        """Shapes and dtypes of stages' inputs, which several stages ask for."""
+        from drawloom.components.stages.activation_specs import ActivationSpecs
+
+        return ActivationSpecs(self.spans, self.builder.build_meta_module_for_activations, self._do_layers_keep_shapes)
 
     @cached_property
     def dimensions(self) -> list[Dimension]:

@@ -1,4 +1,4 @@
-"""Checks and notes for stages, in `check` and `explain`: conflicts with the mesh, and the ranks' shared work."""
+"""Checks for stages: conflicts with the mesh, and the ranks' shared work."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +15,6 @@ from drawloom.ports import (
     Adapter,
     Loss,
     Model,
-    OuterLayersSchedule,
     PartitioningSchedule,
     PerDimension,
     PretrainedModel,
@@ -127,35 +126,13 @@ def check_recompute_is_set_once(stages: NodeView, schedule: NodeView, mesh: Node
     """Yield a problem for a recompute policy if the schedule also has a policy by stage."""
     if stages.settings["recompute"] == "none":
         return
-    program = _build_program_or_none(schedule, mesh)
+    program = build_program_or_none(schedule, mesh)
     if schedule.settings.get("recompute") or (program and program.recompute):
         text = f"[{schedule.name}] sets recompute policies by stage"
         yield stages.problem("recompute", text, f'write recompute = "none", or leave it out in [{schedule.name}]')
 
 
-def describe_chosen_layer_partition(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
-    """Yield the schedule's own layer partition, its choice and its recompute policies."""
-    built, layers = build_schedule_or_none(schedule), model.settings.get("num_hidden_layers")
-    if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
-        with suppress(UserError):  # a problem of its own
-            sizes = built.layers_by_stage(PerDimension.from_settings(mesh.settings).pipeline, layers)
-            yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
-    if isinstance(built, OuterLayersSchedule) and isinstance(layers, int):
-        with suppress(UserError):  # a problem of its own
-            in_stages = built.get_pipelined_layer_count(PerDimension.from_settings(mesh.settings).pipeline, layers)
-            if in_stages < layers:
-                yield f"layers {in_stages} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
-    if program := _build_program_or_none(schedule, mesh):
-        count = f"if a step has {program.microbatches} microbatches"
-        if program.choice:
-            yield f"chosen by [{schedule.name}] {count}: {program.choice}"
-        if program.recompute:
-            from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
-
-            yield f"recomputed, by [{schedule.name}] {count}: {describe_recompute_policies(program.recompute)}"
-
-
-def _build_program_or_none(schedule: NodeView, mesh: NodeView) -> Program | None:
+def build_program_or_none(schedule: NodeView, mesh: NodeView) -> Program | None:
     """Return the program for the schedule's microbatches, or 4 per rank; None if the schedule has problems."""
     built = build_schedule_or_none(schedule)
     with suppress(UserError, ValueError):
@@ -176,18 +153,6 @@ def check_loss_is_not_module(stages: NodeView, loss: NodeView) -> Iterator[Probl
 def describe_recompute_fault(policy: Recompute) -> str | None:
     """Return the fault in a numeric recompute policy below 1, else None."""
     return f"{policy} is not above 0" if isinstance(policy, int) and policy < 1 else None
-
-
-def describe_recompute_policy(policy: Recompute) -> Iterator[str]:
-    """Yield a sentence about a recompute policy's kept activations and its cost (activation checkpointing)."""
-    if policy == "selective":
-        yield "recompute: norms, gates and rotations run again in the backward pass; their results are not kept"
-    elif policy == "quantized":
-        yield "recompute: norms, gates and rotations run again in the backward pass; the results are not kept"
-        yield "recompute: inputs of norms and gates are kept in 8 bits, which rounds gradients (lossy), but no loss"
-    elif policy != "none":
-        blocks = "each block" if policy in ("blocks", 1) else f"one of {policy} blocks"
-        yield f"recompute: of {blocks} only the input is kept, and its forward runs again in the backward pass"
 
 
 def warn_fused_split_backward(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:

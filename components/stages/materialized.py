@@ -20,14 +20,12 @@ from drawloom.components.stages.checks import (
     check_loss_is_not_module,
     check_memory_policy,
     check_recompute_is_set_once,
-    describe_chosen_layer_partition,
     describe_recompute_fault,
-    describe_recompute_policy,
     find_stage_nodes,
     warn_fused_split_backward,
     warn_narrowed_weights,
 )
-from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
+from drawloom.components.stages.feature_stack import FeatureStack, check_features
 from drawloom.ports import (
     Adapter,
     BatchContext,
@@ -164,14 +162,9 @@ class MaterializedStages:
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
         """Yield sentences for `explain`: recomputation, features, formats, mesh dimensions and layers."""
-        yield from describe_recompute_policy(node.settings["recompute"])
-        if nodes := find_stage_nodes(node):
-            yield from describe_features(nodes)
-            for dimension in DIMENSIONS:
-                yield from dimension.notes(nodes)
-            schedule = node.neighbour("schedule")
-            if schedule and nodes.model:
-                yield from describe_chosen_layer_partition(schedule, nodes.mesh, nodes.model)
+        from drawloom.components.stages.notes import describe_stages
+
+        yield from describe_stages(node)
 
     def check_before_open(self) -> None:
         """

@@ -54,7 +54,7 @@ class Sha256Stream:
         self._thread: threading.Thread | None = None
 
     def update(self, piece: memoryview) -> None:
-        """Append a piece, which the thread may hash later."""
+        """Append a piece; the thread may hash it later."""
         self.size += len(piece)
         if self._thread is None and len(piece) >= LARGE:
             self._thread = threading.Thread(target=self._hash_queue, name="sha256", daemon=True)

@@ -11,13 +11,9 @@ from drawloom.ports import Mapper, TensorGroup
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and persistent buffers, any shape, by name; a tied tensor is listed once."""
-    return {**dict(module.named_parameters()), **persistent_buffers(module)}
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's persistent buffers, any shape, by name."""
     saved = module.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    return {**dict(module.named_parameters()), **buffers}
 
 
 def convert_tensors(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from drawloom.graph.cli.main import find_command_files, read_result_schema
+from drawloom.graph.cli.main import find_command_files
+from drawloom.graph.cli.schemas import read_result_schema
 from drawloom.graph.problems import UserError
 from generate.catalogue import project
 

@@ -1,9 +1,9 @@
-"""The parser for a command's arguments, and their JSON Schema and words for agents."""
+"""The parser for a command's arguments."""
 
 import argparse
 import math
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -11,7 +11,7 @@ import attrs
 
 from drawloom.graph.cli.command import Command
 from drawloom.graph.cli.exit_codes import INVALID
-from drawloom.graph.cli.result import Schema, list_output_formats
+from drawloom.graph.cli.result import list_output_formats
 from drawloom.graph.component import Bound, Check
 from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.types.assignable import union_members_except_none
@@ -94,7 +94,7 @@ def _format_option(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _list_arguments(cls: type) -> Iterator[Argument]:
+def list_arguments(cls: type) -> Iterator[Argument]:
     """Yield a command's arguments; `--import`, which all commands have, last."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in sorted(attrs.fields(cls), key=lambda field: field.name == "imports"):
@@ -118,7 +118,7 @@ def make_parser(cls: type[Command], name: str, summary: str) -> Parser:
         argument_default=argparse.SUPPRESS,  # the class has the defaults
     )
     groups: dict[str, Any] = {"": parser}
-    for argument in _list_arguments(cls):
+    for argument in list_arguments(cls):
         group = argument.exclusive
         groups[group] = groups.get(group) or parser.add_mutually_exclusive_group()
         _add_argument(groups[group], argument)
@@ -166,45 +166,8 @@ def parse_command(
     values = {field: value for field, value in parsed.items() if value is not None}
     if words and not cls.accepts_words:
         raise RecipeError([Problem("DL110", f"the command {name} accepts no overrides such as {words[0]!r}")])
-    for argument in _list_arguments(cls):
+    for argument in list_arguments(cls):
         if argument.field in values and argument.needs and argument.needs not in values:
             needed = _format_option(argument.needs)
             raise UserError(f"{argument.option} needs {needed}; add {needed}, or leave {argument.option} out", INVALID)
     return cls(**values, words=words, **given)
-
-
-def make_arguments_schema(cls: type[Command]) -> Schema:
-    """Return the JSON Schema for a command's arguments by name; `words` has the overrides."""
-    from drawloom.graph.cli.result_schema import make_type_schema  # for agents alone
-
-    properties: Schema = {}
-    for argument in _list_arguments(cls):
-        kind = str if argument.parse else argument.kind
-        schema = make_type_schema(Sequence[kind] if argument.is_list or argument.separator else kind)  # type: ignore[valid-type]
-        properties[argument.field] = schema | {"description": argument.help}
-    if cls.accepts_words:
-        doc = "values over the recipe's, such as trainer.steps=10"
-        properties["words"] = make_type_schema(Sequence[str]) | {"description": doc}
-    required = [argument.field for argument in _list_arguments(cls) if argument.default is attrs.NOTHING]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def format_words(cls: type[Command], values: Mapping[str, Any]) -> list[str]:
-    """Return a command line's words for arguments by name, as `make_arguments_schema` describes them."""
-    positional, options = [], []
-    for argument in _list_arguments(cls):
-        value, name = values.get(argument.field), argument.option
-        items = [*map(str, value)] if isinstance(value, list) else [str(value)]
-        if value is None or value is False:
-            continue
-        if argument.positional:
-            positional += items
-        elif value is True:
-            options.append(name)
-        elif argument.nargs:
-            options += [name, *items]
-        else:
-            options += [
-                f"{name}={item}" for item in ([argument.separator.join(items)] if argument.separator else items)
-            ]
-    return [*positional, *options, *values.get("words", ())]

@@ -17,15 +17,7 @@ import attrs
 from drawloom.graph.cli.arguments import Parser, parse_command
 from drawloom.graph.cli.command import GROUPS, Command
 from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_machine_limit
-from drawloom.graph.cli.result import (
-    JSON,
-    CommandFailure,
-    Schema,
-    as_data,
-    dump_json,
-    find_result_classes,
-    list_output_formats,
-)
+from drawloom.graph.cli.result import JSON, CommandFailure, as_data, dump_json, list_output_formats
 from drawloom.graph.cli.terminal import print_escaped_text, redirect_stdout_to_stderr, redirect_to_null
 from drawloom.graph.problems import RecipeError, ReportedError, UserError, did_you_mean, find_nearest
 from drawloom.graph.project import Project
@@ -134,21 +126,6 @@ def load_command(project: Project, name: str) -> type[Command]:
     if name not in files:
         raise UserError(f"there is no command {name!r}; {did_you_mean(name, files)}".rstrip("; "), INVALID)
     return files[name].load()
-
-
-def read_result_schema(project: Project, name: str) -> Schema:
-    """
-    Return the JSON Schema for a command with `--format json`.
-
-    Raises UserError for an unknown command, or for a server, whose output is a protocol.
-    """
-    if not (classes := find_result_classes(load_command(project, name).run)):
-        raise UserError(
-            f"{name} is a server and has no result that a schema could describe; name another command", INVALID
-        )
-    from drawloom.graph.cli.result_schema import make_result_schema
-
-    return make_result_schema(name, classes)
 
 
 def split_off_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -5,7 +5,6 @@ An exception is reported with its node, and with the position of the setting beh
 """
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
@@ -17,51 +16,12 @@ import attrs
 from drawloom.graph.component import Every, Ordered
 from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.lifecycle import LifecycleStage
-from drawloom.graph.problems import Position, Problem, RecipeError, ReopenError, UserError, did_you_mean
-from drawloom.graph.recipe.layers import Leaf
+from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
-from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.port_match import find_mismatches, implements_any, join_mismatches
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Edge, Node
-
-SETTING_IN_MESSAGE = re.compile(r"^(\w+): |`(\w+)`")
-"""Pattern of settings in messages: `paths: ...` names the wrong one, backticks name one that would help."""
-
-
-def find_raising_node(error: BaseException, objects: Mapping[str, Any], otherwise: str = "") -> str:
-    """
-    Return the node of the innermost method in the traceback: one node may be opened while another reads from it.
-
-    Return `otherwise` if the traceback contains no method of these objects.
-    """
-    names = {id(item): name for name, item in objects.items()}
-    innermost, trace = otherwise, error.__traceback__
-    while trace is not None:
-        # By identity: a local variable may be any object, even one equal to all others.
-        innermost = names.get(id(trace.tb_frame.f_locals.get("self")), innermost)
-        trace = trace.tb_next
-    return innermost
-
-
-def locate_setting(node: Node, message: str, variables: Mapping[str, Leaf]) -> Position | None:
-    """
-    Return the position where the setting in a message, or the variable used as its value, is written.
-
-    Return the node's position if the message names no written setting. Return None for a node of a shipped recipe,
-    since the cause is not written there.
-    """
-    keys = [key for pair in SETTING_IN_MESSAGE.findall(message) for key in pair if key in node.table.items]
-    use = node.table.use
-    if not keys and use is not None and use.layer.is_shipped:
-        return None
-    item = node.table.items[keys[0]] if keys else None
-    value = str(item.value) if isinstance(item, Leaf) else ""
-    if value.startswith(VARIABLE) and (variable := variables.get(value.removeprefix(VARIABLE))) is not None:
-        return variable.position
-    return node.position_of((keys[0],) if keys else ())
-
 
 T = TypeVar("T")
 
@@ -78,20 +38,14 @@ class NodeTiming(NamedTuple):
     seconds: float
 
 
-@attrs.define
-class LifecycleTimer:
-    """Context manager for recording the duration of its body, even if the body raises."""
-
-    timings: list[NodeTiming]
-    node: str
-    stage: LifecycleStage
-    start: float = 0.0
-
-    def __enter__(self) -> None:
-        self.start = perf_counter()
-
-    def __exit__(self, _kind: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
-        self.timings.append(NodeTiming(self.node, self.stage, self.start, perf_counter() - self.start))
+@contextmanager
+def time_lifecycle(timings: list[NodeTiming], node: str, stage: LifecycleStage) -> Iterator[None]:
+    """Record the duration of the context, even if it raises."""
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        timings.append(NodeTiming(node, stage, start, perf_counter() - start))
 
 
 @attrs.define
@@ -216,6 +170,8 @@ class Container(Mapping[str, Any]):
             try:
                 item.check_before_open()
             except UserError as error:
+                from drawloom.graph.runtime.faults import find_raising_node, locate_setting  # rarely needed
+
                 if find_raising_node(error, checkable, name) == name:
                     position = locate_setting(self.graph.nodes[name], str(error), self.graph.recipe.vars)
                     problems[name] = Problem("DL403", str(error), node=name, position=position)
@@ -316,9 +272,11 @@ class Container(Mapping[str, Any]):
             self._opened.push_callback(name, lambda: self._close_node(name, item))
         if hasattr(item, "open"):
             try:
-                with LifecycleTimer(self.timings, name, "open"), self._enter_lifecycle_contexts("open", name):
+                with time_lifecycle(self.timings, name, "open"), self._enter_lifecycle_contexts("open", name):
                     item.open()
             except UserError as error:  # printed without a traceback, so the message must name the node
+                from drawloom.graph.runtime.faults import find_raising_node, locate_setting
+
                 node = self.graph.nodes[find_raising_node(error, self._objects_except_replacements, name)]
                 error.add_node_to_message(locate_setting(node, str(error), self.graph.recipe.vars), node.name)
                 raise
@@ -337,7 +295,7 @@ class Container(Mapping[str, Any]):
         return {name: item for name, item in self._objects.items() if name not in self.replacements}
 
     def _close_node(self, name: str, item: Any) -> None:
-        with LifecycleTimer(self.timings, name, "close"), self._enter_lifecycle_contexts("close", name):
+        with time_lifecycle(self.timings, name, "close"), self._enter_lifecycle_contexts("close", name):
             item.close()
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
@@ -351,10 +309,12 @@ class Container(Mapping[str, Any]):
         Call the failure handlers, last opened first, and close everything. Raise the replacement exception, if any.
         """
         replacement = error
-        is_bug = isinstance(error, Exception) and not isinstance(error, UserError)
-        if is_bug and (name := find_raising_node(error, self._objects_except_replacements)):
-            node = self.graph.nodes[name]
-            error.add_note(f"in [{name}] ({node.spec.use}), {node.position}")
+        if isinstance(error, Exception) and not isinstance(error, UserError):  # a bug
+            from drawloom.graph.runtime.faults import find_raising_node
+
+            if name := find_raising_node(error, self._objects_except_replacements):
+                node = self.graph.nodes[name]
+                error.add_note(f"in [{name}] ({node.spec.use}), {node.position}")
         # Popped first: a handler that raises must not be called again.
         while self._failure_handlers:
             replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement

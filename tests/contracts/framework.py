@@ -1,24 +1,27 @@
 """Properties of ports that only drawloom itself implements, checked like contracts."""
 
+import threading
 import typing
 from collections.abc import Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.contracts.data import STEPS, _have_equal_tensors
 from drawloom.components.contracts.experts import CHOICES, ENDS
 from drawloom.components.contracts.model import _expect_close, _random_tensor
 from drawloom.components.contracts.pipeline import VOCAB, _make_token_batch, _take_rows
 from drawloom.components.contracts.run import ObservedState
-from drawloom.components.ports.checkpoint import Restorer
-from drawloom.components.ports.data import MovableData, TokenBatch
+from drawloom.components.ports.checkpoint import NodeState, Restorer, Stager
+from drawloom.components.ports.data import MovableData, TokenBatch, TrainingData, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes, Reduce
 from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.memory import MemoryPolicy
 from drawloom.components.ports.model import KeyValueCache, TokenContext
 from drawloom.components.ports.pipeline import (
     Executor,
@@ -26,9 +29,12 @@ from drawloom.components.ports.pipeline import (
     sum_losses_and_weights,
 )
 from drawloom.components.ports.run import Batching, Event, EventKind, Events, Randomness, RunFolder, RunInfo, Step, Stop
-from drawloom.components.ports.stages import Parameters, Stages, get_or_create_gradient
+from drawloom.components.ports.stages import AveragedWeights, Parameters, Stages, get_or_create_gradient
+from drawloom.components.state.batch import Batch
 from drawloom.graph.testing import expect
 from drawloom.kernels.attention.options import AttentionOptions
+
+STEPS = 3
 
 
 def known_steps_count_from_1_and_have_numbers(node: Restorer) -> None:
@@ -643,7 +649,133 @@ def first_stage_input_is_a_meta_tensor_like_tokens(inputs: Stages) -> None:
     )
 
 
+def _make_state(value: float) -> NodeState:
+    whole = torch.full((4, 6), value)
+    # a view and its base, like a tied or sharded parameter
+    return {"whole": whole, "nested": {"view": whole[1:, ::2], "step": 3, "name": "a", "none": None, "list": [1, 2]}}
+
+
+def _stage_and_wait(stager: Stager, state: NodeState) -> dict[str, Any]:
+    result = stager.stage(state)
+    copied = result.result(60) if isinstance(result, Future) else result
+    stager.synchronize_staging()
+    return copied
+
+
+def _expect_state_filled_with(copied: dict[str, Any], value: float, when: str) -> None:
+    state = _make_state(value)
+    for copy, tensor in ((copied["whole"], state["whole"]), (copied["nested"]["view"], state["nested"]["view"])):
+        expect(copy.shape == tensor.shape, f"{when}, a tensor has the shape {tuple(copy.shape)}")
+        expect(bool((copy == tensor).all()), f"{when}, a tensor has other values than the state had")
+    for name in ("step", "name", "none", "list"):
+        leaf = copied["nested"][name]
+        expect(leaf == state["nested"][name], f"{when}, {name} is {leaf!r}")
+
+
+def the_staged_copy_equals_the_state(stager: Stager) -> None:
+    """A staged copy has the structure, shapes and values of the state."""
+    _expect_state_filled_with(_stage_and_wait(stager, _make_state(1.0)), 1.0, "staged")
+
+
+def the_state_may_change_after_staging(stager: Stager) -> None:
+    """If the stager copies, a change of the state after `synchronize_staging` does not change the copy."""
+    state = _make_state(1.0)
+    copied = _stage_and_wait(stager, state)
+    state["whole"].fill_(2.0)
+    _expect_state_filled_with(copied, 1.0 if stager.makes_copies else 2.0, "after a change of the state")
+
+
+def a_copy_in_use_is_not_overwritten(stager: Stager) -> None:
+    """Later copies do not reuse the memory of a copy while any of its tensors is alive."""
+    states = [_make_state(float(number)) for number in range(3)]
+    copies = [_stage_and_wait(stager, state) for state in states]
+    for number, copied in enumerate(copies):
+        _expect_state_filled_with(copied, float(number), "after later copies")
+
+
+def staging_an_uncopyable_value_raises_type_error(stager: Stager) -> None:
+    """Staging a lock, which can't be copied, raises TypeError, unless the stager copies nothing."""
+    if not stager.makes_copies:
+        return
+    try:
+        _stage_and_wait(stager, {"a": {"lock": threading.Lock()}})
+    except TypeError:
+        return
+    expect(False, "a lock in the state raises no TypeError")
+
+
+def equal_settings_yield_equal_microbatches(one: TrainingData, other: TrainingData) -> None:
+    """Two loaders with the same settings return the same microbatches at every step."""
+    for step in range(STEPS):
+        first, second = one.next_step(), other.next_step()
+        expect(first and len(first) == len(second), f"step {step + 1} has {len(first)} and {len(second)} microbatches")
+        is_same = all(_have_equal_tensors(a, b) for a, b in zip(first, second, strict=True))
+        expect(is_same, f"step {step + 1} differs between two loaders with the same settings")
+
+
+def consecutive_steps_have_different_data(data: TrainingData) -> None:
+    """Two consecutive steps have different data."""
+    first, second = data.next_step(), data.next_step()
+    same = len(first) == len(second) and all(_have_equal_tensors(a, b) for a, b in zip(first, second, strict=True))
+    expect(not same, "the second step has the data of the first")
+
+
+def microbatches_have_at_most_the_counted_rows(data: ValidationData) -> None:
+    """The microbatches have at most the counted rows, and these are at most all the split's rows."""
+    used, count = data.count_evaluated_and_total_rows()
+    rows = sum(batch.row_count for batch in data.batches())
+    expect(0 < rows <= used <= count, f"{rows} rows in microbatches, {used} of {count} by its own count")
+
+
+def two_passes_yield_equal_microbatches(one: ValidationData, other: ValidationData) -> None:
+    """A second pass has the same microbatches in the same order."""
+    first = [*one.batches()]
+    expect(first, "there are no microbatches")
+    for again in ([*one.batches()], [*other.batches()]):
+        same = len(again) == len(first) and all(map(_have_equal_tensors, first, again))
+        expect(same, "a second pass has other microbatches")
+
+
+def _have_equal_tensors(one: Batch, other: Batch) -> bool:
+    """Return whether two batches have equal tensors."""
+    first, second = one.tensors(), other.tensors()
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def the_choice_is_made_once_and_names_known_stages(policy: MemoryPolicy) -> None:
+    """
+    Every stage has a policy, offloaded stages are among them, fractions are from 0 to 1, and a second call returns the
+    same.
+    """
+    choice = policy.choose()
+    stages = set(range(len(choice.recompute)))
+    expect(stages, "there are no stages")
+    expect(choice.offloaded <= stages, f"stages {sorted(choice.offloaded - stages)} are offloaded and do not exist")
+    expect(choice.host_states, "there are no ranks")
+    expect(all(0 <= part <= 1 for part in choice.host_states), f"fractions of the state are {choice.host_states}")
+    expect(policy.choose() == choice, "the same question has two answers")
+
+
+def averages_do_not_change_while_they_replace_weights(average: AveragedWeights) -> None:
+    """Averages do not change while they replace the weights or afterwards, even if their user fails."""
+    before = {name: tensor.clone() for name, tensor in average.averages().items()}
+    for fails in (False, True):
+        try:
+            with average.use_averages():
+                for name, tensor in average.averages().items():
+                    expect(torch.equal(tensor, before[name]), f"the average of {name} changes when it is used")
+                if fails:
+                    raise InterruptedError
+        except InterruptedError:
+            pass
+        after = average.averages()
+        has_same_names = before.keys() == after.keys()
+        is_same = has_same_names and all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        expect(is_same, "averages change when they are used")
+
+
 FRAMEWORK_ONLY = {
+    "AveragedWeights": "it puts its averages in place of the stages' parameters",
     "Batching": "all arithmetic with batch sizes is in one component",
     "DescribedStages": "its phrases are about a run's model and features",
     "Device": "every other component relies on its device and its backend",
@@ -653,6 +785,7 @@ FRAMEWORK_ONLY = {
     "Executor": "it runs programs on the stages, features and losses of a run",
     "FrozenModel": "it has weights and stages on the ranks of a run",
     "Kernels": "its operations belong to the kernels in drawloom.kernels",
+    "MemoryPolicy": "its choice follows from a plan of all stages and ranks",
     "Mesh": "every parallel dimension relies on its groups",
     "MovableData": "its position belongs to the order of rows in the loader",
     "Parameters": "it names the stages' parameters",
@@ -668,8 +801,11 @@ FRAMEWORK_ONLY = {
     "RunFolder": "it holds the lock of the run folder",
     "RunInfo": "it is the identity of the run",
     "Scorer": "its hidden states have a width that only the run's model knows",
+    "Stager": "it copies the tensors of a checkpointer's snapshot, as torch's async_save does",
     "Stages": "it has the model's modules on the ranks of a run",
     "Stop": "it owns the signal handlers of the process",
     "TeacherPredictions": "it belongs to the rows of one packing",
+    "TrainingData": "a run divides its batches among the ranks, and resumes at its position",
+    "ValidationData": "a run divides its rows among the ranks",
 }
 """Ports without a contract, with the reason: plugins do not implement them, so drawloom's own tests check them."""

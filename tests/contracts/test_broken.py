@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.contracts.model import layers_keep_shape_and_dtype_if_declared
-from drawloom.components.ports.checkpoint import Durable, Stager, Stateful
+from drawloom.components.ports.checkpoint import Durable, Stateful
 from drawloom.components.ports.distributed import ReplicaLimit
 from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import BatchContext, LayerRange
@@ -125,25 +125,6 @@ class Frozen(StageFeature):
         return module.requires_grad_(False)
 
 
-class Aliases:
-    """A stager without the copy it promises."""
-
-    makes_copies = True
-    should_synchronize_after_execute = False
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state itself."""
-        if any(isinstance(value, dict) and "lock" in value for value in state_dict.values()):
-            raise TypeError("a lock")
-        return state_dict
-
-    def synchronize_staging(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class NeverFinished:
     """A task unaware of its completed run."""
 
@@ -184,7 +165,6 @@ BROKEN: list[tuple[Callable[[], Any], type, str]] = [
     (make_averages, Stateful, "write the method `state_slices`"),
     (Wraps, StageFeature, "called otherwise"),
     (Materializes, StageFeature, "made real"),
-    (Aliases, Stager, "after a change of the state"),
     (NeverFinished, FinalTask, "has run and is not finished"),
     (FitsNothing, ReplicaLimit, "no number of replicas"),
     (OneThread, Durable, "in another thread"),

@@ -15,7 +15,8 @@ import attrs
 import jsonschema
 import pytest
 
-from drawloom.graph.cli.main import find_command_files, main, read_result_schema
+from drawloom.graph.cli.main import find_command_files, main
+from drawloom.graph.cli.schemas import read_result_schema
 from drawloom.graph.project import Project
 from support.processes import run_ranks
 from support.run_folders import write_run

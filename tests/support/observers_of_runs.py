@@ -23,8 +23,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.staging import copy_plan, overlapped
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.distributed import launched_ranks, membership
-from drawloom.components.distributed import processes as joining
+from drawloom.components.distributed import launched_ranks, membership, torchrun
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.distributed.guard import guard
@@ -261,7 +260,7 @@ def join_timeouts(use: str, values: Values, _place: Path) -> Any:
     launch = Launch(rank=0, world_size=2)
     node = build(use, device=fake(Device, device=torch.device("cpu"), backend="gloo"), **values)
     with (
-        mock.patch.object(joining, "read_launch", lambda: launch),
+        mock.patch.object(torchrun, "read_launch", lambda: launch),
         mock.patch.dict(membership.RUNS, clear=True),
         mock.patch("torch.distributed.init_process_group", join),
         suppress(UserError),
@@ -277,7 +276,7 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     PrefixStore(run, store).set("admitted/1", Generation(run, 1, [own]).to_json())
     node = build(use, device=fake(Device, device=torch.device("cpu"), backend="gloo"), **values)
     with (
-        mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
+        mock.patch.object(torchrun, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.dict(membership.RUNS),
         mock.patch.object(launched_ranks, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.object(launched_ranks, "connect_to_launch_store", lambda *_: store),

@@ -1,14 +1,14 @@
 """
 Copy plans for state dicts, with CPU memory that the next copy can reuse.
 
-Tensors with shared memory also share it in the copy: overlapping tensors are copied as the storage range under them.
-If they are a small part of the range, such as one column in a large matrix, they are copied separately.
+Tensors that are equal views on the same memory also share it in the copy. A small view, such as one column in a large
+matrix, is copied without the rest of its storage.
 """
 
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,9 +19,6 @@ from torch import Tensor
 from drawloom import UserError
 from drawloom.components.state.trees import map_leaves_with_path
 from drawloom.ports import NodeState
-
-MAX_RANGE_RATIO = 2  # a range is copied as a whole up to this many times the bytes of its tensors
-RANGE_ALIGNMENT = 16  # bytes; the size of the widest element
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -110,37 +107,34 @@ def plan_copies(state: NodeState, pool: Pool, *, type_check: bool = True) -> tup
     """
     Return a state dict's copy with uninitialized CPU tensors, and the copies that fill them.
 
-    Plain values and containers are already copied. Tensors are contiguous, unless they overlap others. Any other
-    value raises TypeError with its path, or is deep-copied without `type_check`.
+    Plain values and containers are already copied. Any other value raises TypeError with its path, or is deep-copied
+    without `type_check`.
     """
-
     copies: dict[Any, Copy] = {}  # memory is allocated for all of them together, after the walk
 
     def plan_copy(tensor: Tensor) -> Tensor:
         if (key := _memory_key(tensor)) not in copies:
             # without memory until the walk is over, but with the shape and strides that a wrapper needs
-            target = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            target = torch.empty_like(tensor, device="cpu")
             target.untyped_storage().resize_(0)
             copies[key] = Copy(tensor, target)
         return copies[key].target
 
-    staged = map_leaves_with_path(
-        lambda path, value: _copy_value_or_plan_tensor(path, value, plan_copy, type_check), state
-    )
-    return staged, _allocate_targets_and_merge_copies([*copies.values()], pool)
+    def copy_value_or_plan_tensor(path: tuple[Any, ...], value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _plan_tensor_copy(path, value, plan_copy)
+        if isinstance(value, PLAIN):
+            return value
+        if type_check:
+            raise TypeError(f"{'/'.join(map(str, path))} is a {type(value).__name__}, which can't be staged")
+        return copy.deepcopy(value)
 
-
-def _copy_value_or_plan_tensor(
-    path: tuple[Any, ...], value: Any, plan_copy: Callable[[Tensor], Tensor], type_check: bool
-) -> Any:
-    """Copy a leaf, with `plan_copy` for tensors with a storage."""
-    if isinstance(value, Tensor):
-        return _plan_tensor_copy(path, value, plan_copy)
-    if isinstance(value, PLAIN):
-        return value
-    if type_check:
-        raise TypeError(f"{'/'.join(map(str, path))} is a {type(value).__name__}, which can't be staged")
-    return copy.deepcopy(value)
+    staged = map_leaves_with_path(copy_value_or_plan_tensor, state)
+    filled = [planned for planned in copies.values() if planned.bytes]
+    for planned, memory in zip(filled, pool.allocate_tensors([planned.bytes for planned in filled]), strict=True):
+        target = planned.target
+        target.set_(memory.untyped_storage(), 0, target.shape, target.stride())
+    return staged, filled
 
 
 def _memory_key(tensor: Tensor) -> Any:
@@ -164,68 +158,3 @@ def _plan_tensor_copy(path: tuple[Any, ...], tensor: Tensor, plan_copy: Callable
         kind = f"a {tensor.layout} tensor on {tensor.device}"
         raise TypeError(f"{'/'.join(map(str, path))} is {kind}, which can't be staged; save a dense tensor with data")
     return plan_copy(tensor.detach())
-
-
-@attrs.define
-class _StorageRange:
-    """Byte range in a storage, from `start` to `end`, with the planned copies in it."""
-
-    start: int
-    end: int
-    members: list[Copy]
-
-    def should_copy_whole(self) -> bool:
-        """Return whether to copy the range as a whole instead of tensor by tensor."""
-        # copying the bytes of lazy conjugate and negative views would lose the conjugation or the sign
-        lazy = any(member.source.is_conj() or member.source.is_neg() for member in self.members)
-        return not lazy and self.end - self.start <= MAX_RANGE_RATIO * sum(
-            member.source.nbytes for member in self.members
-        )
-
-    def source(self) -> Tensor:
-        """Return the range as a uint8 tensor, (end - start,)."""
-        first = self.members[0].source
-        flat = torch.empty(0, dtype=torch.uint8, device=first.device)
-        return flat.set_(first.untyped_storage(), self.start, (self.end - self.start,), (1,))
-
-
-def _allocate_targets_and_merge_copies(copies: Sequence[Copy], pool: Pool) -> list[Copy]:
-    """Allocate targets for copies; return the copies to make, with one copy per dense storage range."""
-    ranges = list(_merge_ranges([member for member in copies if member.source.numel()]))
-    whole = [extent for extent in ranges if extent.should_copy_whole()]
-    single = [member for extent in ranges if not extent.should_copy_whole() for member in extent.members]
-    sizes = [*(extent.end - extent.start for extent in whole), *(member.bytes for member in single)]
-    memory = pool.allocate_tensors(sizes)
-    for member, target in zip(single, memory[len(whole) :], strict=True):
-        dense = target.view(member.source.dtype).view(member.source.shape)
-        member.target.set_(target.untyped_storage(), 0, dense.shape, dense.stride())
-    for extent, target in zip(whole, memory, strict=False):
-        for member in extent.members:
-            offset = int(member.source.storage_offset()) - extent.start // member.source.itemsize
-            member.target.set_(target.untyped_storage(), offset, member.source.shape, member.source.stride())
-    return [*map(Copy, map(_StorageRange.source, whole), memory), *single]
-
-
-def _merge_ranges(copies: Sequence[Copy]) -> Iterator[_StorageRange]:
-    """Yield disjoint storage ranges: tensors with overlapping memory share one."""
-    by_storage: dict[Any, list[_StorageRange]] = {}
-    for member in copies:
-        key = member.source.device, member.source.untyped_storage().data_ptr()
-        by_storage.setdefault(key, []).append(_storage_range_of(member))
-    for ranges in by_storage.values():
-        last, *others = sorted(ranges, key=lambda extent: (extent.start, extent.end))
-        for extent in others:
-            if extent.start < last.end:
-                last.end, last.members = max(last.end, extent.end), last.members + extent.members
-            else:
-                yield last
-                last = extent
-        yield last
-
-
-def _storage_range_of(member: Copy) -> _StorageRange:
-    """Return the bytes in its storage from a tensor's first element to its last, the start rounded down."""
-    tensor = member.source
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _StorageRange(start // RANGE_ALIGNMENT * RANGE_ALIGNMENT, start + int(last + 1) * tensor.itemsize, [member])

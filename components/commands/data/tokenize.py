@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from drawloom.components.data.auto_tokenizer import read_special_tokens
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, read_eos_token, read_tokenizer
+from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, read_tokenizer
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.formats import split_files_into_parts
 from drawloom.components.data.store.build import build_store
@@ -74,7 +75,7 @@ class TokenizeCommand(Command):
             return Bytes()
         path = self.tokenizer / "tokenizer.json" if self.tokenizer.is_dir() else self.tokenizer
         read_tokenizer(path)
-        if (end := self.end_token or read_eos_token(path.parent)) is None:
+        if (end := self.end_token or read_special_tokens(path.parent).get("eos_token")) is None:
             config = path.with_name("tokenizer_config.json")
             raise UserError(f"{config} names no eos_token; write --end-token, the token that ends a document", 2)
         tokenizer = HuggingFaceTokenizer(path=path, end_token=end, begin_token=self.begin_token)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from drawloom.components.data.sources.files import import_optional_package
-from drawloom.graph.cli.arguments import format_words, make_arguments_schema
 from drawloom.graph.cli.command import Command, Project, command
-from drawloom.graph.cli.main import find_command_files, load_command, read_result_schema
+from drawloom.graph.cli.main import find_command_files, load_command
+from drawloom.graph.cli.schemas import format_words, make_arguments_schema, read_result_schema
 
 TOOLS = ("check", "explain", "plan", "list", "run", "runs", "why", "compare")
 """Served commands."""

@@ -52,7 +52,7 @@ class ChatCorpus:
 
     @abstractmethod
     def format_nothing_trained_error(self) -> str:
-        """Return the error message for a corpus in which no token is trained."""
+        """Return the error message for a corpus without a trained token."""
 
     def insert_mismatched_answers(self, documents: list[Encoded], split: Split) -> list[Encoded]:
         """Return a split's documents, given its lines' documents: unchanged here, while subclasses may add some."""
@@ -89,7 +89,7 @@ class ChatCorpus:
         self._log_summary(sum(map(len, rows.values())))
 
     def encode_trained_documents_by_line(self) -> Generator[tuple[Line, list[Encoded]]]:
-        """Yield every line with its encoded documents, without documents in which no token is trained."""
+        """Yield every line with its encoded documents, leaving out documents without a trained token."""
         # The template starts its process at the first rendering: lines of plain text need none.
         template = create_chat_template(self.tokenizer, self.template, self.date)
         try:

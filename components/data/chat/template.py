@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import attrs
 
 from drawloom import UserError
+from drawloom.components.data.auto_tokenizer import CONFIG, read_json_object_or_empty
 from drawloom.components.data.chat import render_process
 from drawloom.components.distributed.json_process import JsonProcess
 from drawloom.ports import ChatTokenizer
@@ -123,24 +123,11 @@ def list_chat_template_files(folder: Path) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def read_chat_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the chat templates in a tokenizer folder, and the special tokens, both by name."""
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    except (FileNotFoundError, ValueError):
-        config = {}
-    # As in transformers, files replace the templates in the configuration.
-    templates = {
-        "default" if file.parent == folder else file.stem: file.read_text("utf-8")
-        for file in list_chat_template_files(folder)
-    }
-    if not templates and isinstance(declared := config.get("chat_template"), str):
-        templates = {"default": declared}
-    elif not templates and isinstance(declared, list):
-        templates = {entry["name"]: entry["template"] for entry in declared}
-    tokens = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return templates, tokens
+def read_chat_templates(folder: Path) -> dict[str, str]:
+    """Return the chat templates in a tokenizer folder by name: its files, or else those in the configuration."""
+    if files := list_chat_template_files(folder):
+        return {"default" if file.parent == folder else file.stem: file.read_text("utf-8") for file in files}
+    declared = read_json_object_or_empty(folder / CONFIG).get("chat_template")
+    if isinstance(declared, list):
+        return {entry["name"]: entry["template"] for entry in declared}
+    return {"default": declared} if isinstance(declared, str) else {}

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed import launched_ranks
-from drawloom.components.distributed import processes as joining
+from drawloom.components.distributed import launched_ranks, torchrun
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.launched_ranks import LaunchedRanks
@@ -180,7 +179,7 @@ def test_settings_that_survive_no_loss_are_refused(
     launch: Launch, backend: Any, on_failure: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names the setting and the reason, and no process group is made."""
-    monkeypatch.setattr(joining, "read_launch", lambda: launch)
+    monkeypatch.setattr(torchrun, "read_launch", lambda: launch)
     monkeypatch.setattr(ComputeDevice, "shares_gpu", not launch.spares)
     processes = TorchProcesses(device=ComputeDevice(kind="cpu", backend=backend), on_failure=on_failure)
     with pytest.raises(UserError, match=words):

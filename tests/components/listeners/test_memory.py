@@ -8,7 +8,8 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.listeners.memory import MemoryReport, is_out_of_memory
+from drawloom.components.listeners.memory import MemoryReport
+from drawloom.components.listeners.out_of_memory import is_out_of_memory
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import Event
 from drawloom.components.ports.stages import Recompute

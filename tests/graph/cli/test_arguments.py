@@ -7,8 +7,9 @@ from typing import Any, Literal
 import jsonschema
 import pytest
 
-from drawloom.graph.cli.arguments import format_words, make_arguments_schema, parse_command
+from drawloom.graph.cli.arguments import parse_command
 from drawloom.graph.cli.command import Command, Count, argument, command, option
+from drawloom.graph.cli.schemas import format_words, make_arguments_schema
 from drawloom.graph.component import above
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from drawloom.graph.cli.commands.training.run import format_timings
 from drawloom.graph.problems import ReopenError, UserError
 from drawloom.graph.project import Project
-from drawloom.graph.runtime.container import LifecycleTimer, NamedExitStack, NodeTiming
+from drawloom.graph.runtime.container import NamedExitStack, NodeTiming, time_lifecycle
 from drawloom.graph.wiring.graph import Graph
 from support.shop.components.stores.disk import Disk
 
@@ -468,6 +468,6 @@ def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
 def test_a_stage_that_fails_is_timed() -> None:
     """A failed stage has a timing."""
     timings: list[NodeTiming] = []
-    with pytest.raises(ValueError, match="no"), LifecycleTimer(timings, "x", "open"):
+    with pytest.raises(ValueError, match="no"), time_lifecycle(timings, "x", "open"):
         raise ValueError("no")
     assert [(timing.node, timing.stage) for timing in timings] == [("x", "open")] and timings[0].seconds >= 0

@@ -12,8 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.stages import Recompute
-from drawloom.components.stages.checks import describe_recompute_fault, describe_recompute_policy
+from drawloom.components.stages.checks import describe_recompute_fault
 from drawloom.components.stages.materialized import MaterializedStages
+from drawloom.components.stages.notes import describe_recompute_policy
 from drawloom.kernels.recompute import repeated_calls
 from drawloom.kernels.recompute.policy import apply_recompute_policy, make_recomputable
 from drawloom.kernels.recompute.repeated_calls import call_with_recomputation

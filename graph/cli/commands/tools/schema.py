@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.graph.cli.command import Command, Project, Result, UserError, command, option, output, output_class
-from drawloom.graph.cli.main import read_result_schema
+from drawloom.graph.cli.schemas import read_result_schema
 from drawloom.graph.schema import make_recipe_schema
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from drawloom.components.data.auto_tokenizer import read_special_tokens
 from drawloom.components.data.chat.template import (
     ChatTemplate,
     RenderError,
@@ -103,13 +104,13 @@ def test_an_invalid_template_is_refused() -> None:
 
 def test_the_template_of_a_folder_is_in_a_file_or_in_the_configuration(tmp_path: Path) -> None:
     """Files come first; tokens are text or objects."""
-    assert read_chat_templates(tmp_path) == ({}, {})
+    assert read_chat_templates(tmp_path) == read_special_tokens(tmp_path) == {}
     folder = tokenizer_folder(tmp_path / "a")
-    assert read_chat_templates(folder) == ({"default": CHATML}, TOKENS)
+    assert (read_chat_templates(folder), read_special_tokens(folder)) == ({"default": CHATML}, TOKENS)
     (folder / "chat_template.jinja").unlink()
     config = '{"chat_template": "x", "bos_token": {"content": "<s>"}}'
     (folder / "tokenizer_config.json").write_text(config)
-    assert read_chat_templates(folder) == ({"default": "x"}, {"bos_token": "<s>"})
+    assert (read_chat_templates(folder), read_special_tokens(folder)) == ({"default": "x"}, {"bos_token": "<s>"})
 
 
 @pytest.mark.parametrize("in_files", [False, True])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drawloom.components.run.trainer import SkippedSteps
+from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph import UserError
 from support.steps import make_skipped_step
 
