@@ -7,12 +7,9 @@ from drawloom.components.model.decoder.declarations import (
     DecoderBuilder,
     Family,
     MixerSpec,
+    SigmoidExpertsConfig,
     config_class,
     rotary_factor_setting,
-)
-from drawloom.components.model.decoder.expert_config import (
-    RENAMED,
-    SigmoidExpertsConfig,
 )
 
 
@@ -47,6 +44,5 @@ class Glm4Moe(DecoderBuilder):
             "num_key_value_heads": 8,
             "first_k_dense_replace": 1,
         },
-        renamed=RENAMED,
         has_classifier=False,
     )

@@ -8,19 +8,22 @@ import attrs
 from drawloom import at_least, component, setting
 from drawloom.components.model.decoder.declarations import (
     FULL,
+    LINEAR,
+    NO_POSITIONS,
     Branch,
     DecoderBuilder,
+    ExpertSpec,
     Family,
+    LatentExpertSpec,
     PartSpec,
+    SigmoidExpertsConfig,
+    SquaredRelu,
+    SquaredReluSpec,
+    StateSpaceSpec,
     config_class,
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.expert_config import RENAMED, SigmoidExpertsConfig
-from drawloom.components.model.decoder.expert_specs import ExpertSpec, LatentExpertSpec, SquaredRelu, SquaredReluSpec
-from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
-from drawloom.components.model.decoder.mixer_specs import StateSpaceSpec
-from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
 from drawloom.ports import ConfigJson, Mapper
@@ -36,6 +39,15 @@ class NemotronHConfig(SigmoidExpertsConfig):
     unused_keys = (*NO_POSITIONS, "first_k_dense_replace", "n_shared_experts")
     can_tie = False
     multiples = (("mamba_num_heads", "n_groups"),)
+    renamed = SigmoidExpertsConfig.renamed | {
+        "layer_types": "layers_block_type",
+        "rms_norm_eps": "layer_norm_epsilon",
+    }
+    renamed_tensors = {
+        r"^model\.embed_tokens\.": "backbone.embeddings.",
+        r"^model\.norm\.": "backbone.norm_f.",
+        r"^model\.layers\.": "backbone.layers.",
+    }
 
     layer_types: list[Literal["linear_attention", "full_attention", "moe", "mlp"]] = training_setting(
         "linear_attention (Mamba-2), full_attention, moe or mlp for every layer; default: linear_attention, moe, "
@@ -106,30 +118,28 @@ class NemotronHConfig(SigmoidExpertsConfig):
                 spec = SquaredReluSpec(width=self.intermediate_size)
         return (Branch("norm", "mixer", spec),)
 
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Read layer types from letters or older names, and count the layers."""
+        given = config.get("layer_types") or config.get("hybrid_override_pattern")
+        if not isinstance(given, list | str):
+            return config
+        return {**config, "layer_types": [TYPES.get(kind, kind) for kind in given], "num_hidden_layers": len(given)}
 
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Read layer types from letters or older names, and count the layers."""
-    given = config.get("layer_types") or config.get("hybrid_override_pattern")
-    if not isinstance(given, list | str):
-        return config
-    return {**config, "layer_types": [TYPES.get(kind, kind) for kind in given], "num_hidden_layers": len(given)}
-
-
-def _join_mixers(name: str, architecture: NemotronHConfig) -> Iterator[Mapper]:
-    """Yield the mappers that join the projections and the convolutions of Mamba-2."""
-    mixer, is_mixer, _ = name.partition(".A_log")
-    if not is_mixer:
-        return
-    spec = architecture.delta
-    sizes = spec.channels[::-1]
-    widths = [sizes[0], *sizes, spec.value_heads]
-    convolution = f"{mixer}.conv1d.weight"
-    taps = concatenate([f"{mixer}.conv_{part}" for part in "vkq"], convolution, sizes=sizes)
-    yield sequential(taps, unsqueeze(convolution, 1))
-    if spec.conv_bias:
-        yield concatenate([f"{mixer}.conv_{part}_bias" for part in "vkq"], f"{mixer}.conv1d.bias", sizes=sizes)
-    parts = [f"{mixer}.in_proj_{part}.weight" for part in "zvkqa"]
-    yield concatenate(parts, f"{mixer}.in_proj.weight", sizes=widths)
+    def join_tensors(self, name: str) -> Iterator[Mapper]:
+        """Yield the mappers that join the projections and the convolutions of Mamba-2."""
+        mixer, is_mixer, _ = name.partition(".A_log")
+        if not is_mixer:
+            return
+        sizes = self.delta.channels[::-1]
+        widths = [sizes[0], *sizes, self.mamba_num_heads]
+        convolution = f"{mixer}.conv1d.weight"
+        taps = concatenate([f"{mixer}.conv_{part}" for part in "vkq"], convolution, sizes=sizes)
+        yield sequential(taps, unsqueeze(convolution, 1))
+        if self.use_conv_bias:
+            yield concatenate([f"{mixer}.conv_{part}_bias" for part in "vkq"], f"{mixer}.conv1d.bias", sizes=sizes)
+        parts = [f"{mixer}.in_proj_{part}.weight" for part in "zvkqa"]
+        yield concatenate(parts, f"{mixer}.in_proj.weight", sizes=widths)
 
 
 @component(impact="incompatible")
@@ -152,17 +162,7 @@ class NemotronH(DecoderBuilder):
             "residual_in_fp32": False,
             **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"), False),
         },
-        renamed=RENAMED | {"layer_types": "layers_block_type", "rms_norm_eps": "layer_norm_epsilon"},
         derives_head_dim=False,
         ignored=("mtp.*",),
-        read=_convert_config_from_hf,
-        mapper=rename_tensors(
-            {
-                r"^model\.embed_tokens\.": "backbone.embeddings.",
-                r"^model\.norm\.": "backbone.norm_f.",
-                r"^model\.layers\.": "backbone.layers.",
-            },
-            join_tensors(_join_mixers),
-        ),
         has_classifier=False,
     )

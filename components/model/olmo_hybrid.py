@@ -7,16 +7,19 @@ import attrs
 from drawloom import component
 from drawloom.components.model.decoder.declarations import (
     FULL,
+    NO_POSITIONS,
     Branch,
     DecoderBuilder,
+    DeltaConfig,
+    DeltaSpec,
     Family,
     config_class,
     training_setting,
 )
-from drawloom.components.model.decoder.hybrid import NO_POSITIONS, DeltaConfig, read_hybrid_config
-from drawloom.components.model.decoder.mixer_specs import DeltaSpec
-from drawloom.components.model.decoder.tensor_names import rename_tensors
 from drawloom.ports import ConfigJson
+
+WITHOUT_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+"""Rotary positions of published models; with null or nothing transformers rotates."""
 
 
 @config_class
@@ -25,6 +28,13 @@ class OlmoHybridConfig(DeltaConfig):
 
     unused_keys = NO_POSITIONS
     qk_norm = "projection"
+    renamed_tensors = {
+        r"\.linear_attn\.in_proj_z\.": ".linear_attn.g_proj.",
+        r"\.linear_attn\.in_proj_([qkvab])\.": r".linear_attn.\1_proj.",
+        r"\.linear_attn\.conv_([qkv])$": r".linear_attn.\1_conv1d.weight",
+        r"\.linear_attn\.norm\.": ".linear_attn.o_norm.",
+        r"\.linear_attn\.out_proj\.": ".linear_attn.o_proj.",
+    }
 
     max_position_embeddings: int = 65_536
     linear_allow_neg_eigval: bool = training_setting("write values with strengths up to 2 instead of 1", default=True)
@@ -43,25 +53,21 @@ class OlmoHybridConfig(DeltaConfig):
         names = "attention_layer_norm", "feedforward_layer_norm"
         return tuple(attrs.evolve(part, norm_before=name) for part, name in zip((mixer, mlp), names, strict=True))
 
-
-WITHOUT_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
-"""Rotary positions of published models; with null or nothing transformers rotates."""
-
-
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Fill in the sizes of linear layers that follow from others. Raises ValueError if a layer has positions."""
-    rope = config.get("rope_parameters") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 1e4)) if isinstance(rope, dict) else rope
-    if theta is not None:
-        why = "only layers without positions can be built, as in published models, whose rope_theta is null"
-        raise ValueError(f"has rotary positions with rope_theta = {theta}, and {why}")
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    if isinstance(heads, int) and isinstance(width, int):
-        sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
-        config = sizes | {key: value for key, value in config.items() if value is not None}
-        config.setdefault("linear_key_head_dim", int(0.75 * width / config["linear_num_key_heads"]))
-        config.setdefault("linear_value_head_dim", 2 * config["linear_key_head_dim"])
-    return read_hybrid_config(config | WITHOUT_THETA)
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Fill in the sizes of linear layers that follow from others. Raises ValueError if a layer has positions."""
+        rope = config.get("rope_parameters") or {}
+        theta = rope.get("rope_theta", config.get("rope_theta", 1e4)) if isinstance(rope, dict) else rope
+        if theta is not None:
+            why = "only layers without positions can be built, as in published models, whose rope_theta is null"
+            raise ValueError(f"has rotary positions with rope_theta = {theta}, and {why}")
+        heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+        if isinstance(heads, int) and isinstance(width, int):
+            sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+            config = sizes | {key: value for key, value in config.items() if value is not None}
+            config.setdefault("linear_key_head_dim", int(0.75 * width / config["linear_num_key_heads"]))
+            config.setdefault("linear_value_head_dim", 2 * config["linear_key_head_dim"])
+        return super().read_keys(config | WITHOUT_THETA)
 
 
 @component(impact="incompatible")
@@ -73,15 +79,5 @@ class OlmoHybrid(DecoderBuilder):
         "olmo_hybrid",
         "OlmoHybridForCausalLM",
         fixed=WITHOUT_THETA,
-        read=_convert_config_from_hf,
-        mapper=rename_tensors(
-            {
-                r"\.linear_attn\.in_proj_z\.": ".linear_attn.g_proj.",
-                r"\.linear_attn\.in_proj_([qkvab])\.": r".linear_attn.\1_proj.",
-                r"\.linear_attn\.conv_([qkv])$": r".linear_attn.\1_conv1d.weight",
-                r"\.linear_attn\.norm\.": ".linear_attn.o_norm.",
-                r"\.linear_attn\.out_proj\.": ".linear_attn.o_proj.",
-            }
-        ),
         has_classifier=False,
     )

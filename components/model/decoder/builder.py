@@ -275,10 +275,8 @@ class DecoderModel:
         return self.architecture.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
-        family, architecture = self.family, self.architecture
-        model_class = resolve_name(f"{__package__}.{architecture.model_class}")
-        module = model_class(architecture, span, self.kernels, self.scaling)
-        module.create_mapper = lambda names: family.mapper(names, architecture)
+        model_class = resolve_name(f"{__package__}.{self.architecture.model_class}")
+        module = model_class(self.architecture, span, self.kernels, self.scaling)
         if self.new_token_split is None:
             return module  # type: ignore[no-any-return]
         from drawloom.components.model.split_vocabulary import replace_by_split_layers
@@ -320,6 +318,7 @@ class DecoderModel:
         return self.family.nested_types.get(str(read_config_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
+        from drawloom.components.model.decoder.mapper import create_decoder_mapper
         from drawloom.components.weights.convert import persistent_tensors
         from drawloom.components.weights.mapper import sequential
 
@@ -329,7 +328,7 @@ class DecoderModel:
 
             joined = create_vocabulary_join_mapper(names, self.new_token_split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
-        mapper = sequential(joined, self.family.mapper(kept, self.architecture))
+        mapper = sequential(joined, create_decoder_mapper(kept, self.architecture))
         return attrs.evolve(mapper, ignored=(*self.family.ignored, *self.architecture.unread_tensors))
 
     @cached_property

@@ -1,7 +1,7 @@
 """Decoder configs: keys of a `config.json`, also settings of recipes, and every layer's specification."""
 
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ from drawloom.components.model.decoder.rope import (
     convert_to_kernel_scaling,
 )
 from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
-from drawloom.ports import AttentionOptions, Settings
+from drawloom.ports import AttentionOptions, ConfigJson, Mapper, Settings
 
 MAX_SIZES = {
     "num_hidden_layers": 10_000,  # ten times the deepest transformers; building many more would take hours
@@ -87,6 +87,18 @@ class DecoderConfig:
     model_class: ClassVar[str] = "model:CausalLM"
     """The causal model's module and class."""
 
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Names of keys in files, by ours."""
+
+    zero_is_null: ClassVar[tuple[str, ...]] = ()
+    """Keys that are null in files where they are 0 in recipes, which have no null."""
+
+    stacks_experts: ClassVar[bool] = False
+    """Whether files have all experts of a layer in one tensor, as the model has."""
+
+    renamed_tensors: ClassVar[Mapping[str, str]] = {}
+    """Regular expressions, replaced one after another in the names of tensors in files."""
+
     # Class variables that a family may declare as keys.
     residual_multiplier = 1.0
     """Factor of outputs that are added to the residual stream."""
@@ -152,6 +164,28 @@ class DecoderConfig:
     def unread_tensors(self) -> tuple[str, ...]:
         """Patterns (fnmatch) for tensors in files without a parameter in the model."""
         return ()
+
+    def join_tensors(self, name: str) -> Iterator[Mapper]:
+        """
+        Yield the mappers for a parameter that files join with others or reshape; it reads the others, too.
+
+        Other parameters are mapped by `create_decoder_mapper`.
+        """
+        yield from ()
+
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """
+        Convert a `config.json` to the keys of this class, before defaults are filled in.
+
+        Raises ValueError, with a reason that follows the path, for a config that can't be built.
+        """
+        return config
+
+    @classmethod
+    def write_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Convert a complete `config.json` with the keys of this class to its form in files."""
+        return config
 
     def has_bias(self, projection: str) -> bool:
         """Return whether a linear layer, called as in transformers (`q_proj`), has a bias."""

@@ -109,6 +109,8 @@ def find_dense_width_faults(given: Settings, dense: Sequence[int]) -> Iterator[I
 class GroupedExpertsConfig(MoeConfig):
     """Config for routed experts in groups and shared experts in all layers but the first."""
 
+    renamed = {"num_experts": "n_routed_experts"}
+
     n_shared_experts: int = size_setting(
         "num_experts", "number of shared experts per layer, which process all tokens", default=1
     )
@@ -177,7 +179,3 @@ def _find_expert_group_faults(given: Settings) -> Iterator[InvalidSetting]:
         allowed = f"topk_group = {used} allows {used * experts // groups} experts"
         why = f"{allowed}, fewer than num_experts_per_tok = {choices}"
         yield InvalidSetting("topk_group", why, f"write {-(-choices * groups // experts)}, or more")
-
-
-RENAMED = {"num_experts": "n_routed_experts"}
-"""Keys that have other names in a `config.json`."""

@@ -1,7 +1,7 @@
 """Decoders in Hugging Face's form: reading and writing `config.json`."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,6 +16,7 @@ from drawloom.components.model.decoder.config import (
     find_head_count_faults,
 )
 from drawloom.components.model.decoder.family import COMMON_FIXED, TOKEN_IDS, Family
+from drawloom.components.model.decoder.file_keys import OF_IMAGES
 from drawloom.components.model.decoder.rope import (
     USED,
     InvalidSetting,
@@ -53,31 +54,6 @@ def parse_theta_and_scaling(config: Settings, can_be_partial: bool = False) -> t
     return base, _parse_scaling(rope, config)
 
 
-def split_rope_by_type(config: Settings, sliding_theta_key: str, default_sliding_theta: float) -> ConfigJson:
-    """
-    Replace rope_parameters for several layer types by full attention's, and put sliding attention's base under
-    `sliding_theta_key`.
-
-    Raises ValueError if sliding attention scales its positions.
-    """
-    by_type = config.get("rope_parameters")
-    if not isinstance(by_type, Mapping) or "rope_type" in by_type or "rope_theta" in by_type:
-        return dict(config)
-    local, full = (by_type.get(kind) or {} for kind in ("sliding_attention", "full_attention"))
-    if not isinstance(local, Mapping) or not isinstance(full, Mapping):
-        raise ValueError("has rope_parameters whose entries for sliding_attention and full_attention are not objects")
-    if local.get("rope_type", "default") != "default":
-        raise ValueError("scales rotary positions of sliding attention, where only full attention can be scaled")
-    return {**config, "rope_parameters": full, sliding_theta_key: local.get("rope_theta", default_sliding_theta)}
-
-
-def join_rope_by_type(config: Settings, sliding_theta: float) -> ConfigJson:
-    """Return a config with rope_parameters by layer type, as in transformers 5."""
-    full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    sliding = {"rope_type": "default", "rope_theta": sliding_theta}
-    return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
-
-
 def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
     """Return a config's rotary scaling, None without one. Raises ValueError if it can't be built."""
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -103,16 +79,6 @@ def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
     for problem in problems:
         raise ValueError(f"has an invalid {problem.path[0]} for rotary positions: {problem.text}")
     return scaling  # type: ignore[no-any-return]
-
-
-def fill_layer_list(
-    config: ConfigJson, key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
-) -> ConfigJson:
-    """Return a `config.json` with `create(layers, interval)` for a missing list by layer, if both are numbers."""
-    layers = config.get("num_hidden_layers")
-    if config.get(key) is None and type(interval) is int and type(layers) is int and interval > 0:
-        return {**config, key: create(layers, interval)}
-    return config
 
 
 MAX_CONFIG = 2**20
@@ -152,9 +118,6 @@ def _is_multimodal(family: Family, config: Settings) -> bool:
     return config.get("model_type") in family.nested_types and isinstance(config.get("text_config"), Mapping)
 
 
-OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Keys in `rope_parameters` for positions in images, which do not matter to text."""
-
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 OF_CLASSIFIERS = ("num_labels", "id2label", "label2id", "problem_type")
@@ -190,9 +153,14 @@ def _replace_changed_keys(family: Family, config: Settings, before: Settings, wr
             rope |= {key: old_rope[key] for key in OF_IMAGES if key in old_rope}
         changed |= {key: written[key] for key in ROPE_KEYS if key in written} | {"rope_parameters": rope}
         config = {key: value for key, value in config.items() if key not in ROPE_KEYS}
-    names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
+    names = _list_names_in_files(family)
     replaced = {names.get(key, key) for key in changed}
     return {key: value for key, value in config.items() if names.get(key, key) not in replaced} | changed
+
+
+def _list_names_in_files(family: Family) -> dict[str, str]:
+    """Return our keys, by their names in files."""
+    return OTHER_KEYS | {theirs: ours for ours, theirs in family.config.renamed.items()}
 
 
 def _make_language_model_config(config: ConfigJson, written: Settings, renames: bool) -> ConfigJson:
@@ -240,9 +208,10 @@ def _build_architecture(family: Family, config: Settings, path: Path) -> Decoder
 def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     """Build a config object. Raises ValueError with a reason that follows the path."""
     # transformers 5 writes newer names, and folders of either age are read.
-    names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
+    names = _list_names_in_files(family)
     config = {names.get(key, key): value for key, value in config.items()}
-    config = family.read(_hoist_partial_rotary_factor(config, family.keys))
+    config |= {key: 0 for key in family.config.zero_is_null if config.get(key, 0) is None}
+    config = family.config.read_keys(_hoist_partial_rotary_factor(config, family.keys))
     base, rope = parse_theta_and_scaling(config, "partial_rotary_factor" in family.keys)
     config |= {"rope_theta": base}
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
@@ -262,7 +231,7 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     # A missing rope_theta is refused, too, because transformers' default is not Qwen3's.
     needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING]
     needed += ["rope_theta"] if "rope_theta" in family.keys else []
-    if missing := [family.renamed.get(key, key) for key in needed if key not in values]:
+    if missing := [family.config.renamed.get(key, key) for key in needed if key not in values]:
         raise ValueError(f"lacks {', '.join(missing)}")
     architecture = family.config(**{**values, "rope_scaling": rope})
     for fault in find_inconsistent_sizes(architecture):

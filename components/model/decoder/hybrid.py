@@ -1,6 +1,6 @@
 """Configs for decoders with gated delta nets, and attention in every fourth layer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Literal
 
@@ -17,11 +17,9 @@ from drawloom.components.model.decoder.config import (
     rotary_factor_setting,
     size_setting,
 )
-from drawloom.components.model.decoder.hugging_face import OF_IMAGES, fill_layer_list
-from drawloom.components.model.decoder.mapper import create_decoder_mapper
+from drawloom.components.model.decoder.file_keys import OF_IMAGES, fill_layer_list
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.model.decoder.specs import MixerSpec, PartSpec
-from drawloom.components.model.decoder.tensor_names import CreateMapper, join_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
 from drawloom.ports import ConfigJson, Mapper
@@ -64,6 +62,16 @@ class DeltaConfig(DecoderConfig):
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         return super().mixer_of(layer) if self.layer_types[layer] == FULL else ("linear_attn", self.delta)
 
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Drop keys for positions in images, which text lacks, and derive missing layer types."""
+        rope = config.get("rope_parameters")
+        if isinstance(rope, Mapping):
+            kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
+            config = {**config, "rope_parameters": kept}
+        interval = config.get("full_attention_interval", 4)
+        return fill_layer_list(config, "layer_types", interval, partial(alternate_layer_types, other=LINEAR))
+
 
 @config_class
 class HybridConfig(DeltaConfig):
@@ -78,36 +86,20 @@ class HybridConfig(DeltaConfig):
     def mixer_spec_of(self, layer: int) -> MixerSpec:
         return attrs.evolve(self.grouped_attention_spec_of(layer), gate=True)
 
+    def join_tensors(self, name: str) -> Iterator[Mapper]:
+        """Yield the mappers that join a delta net's projections, and its convolutions to one (channels, 1, taps)."""
+        net, is_net, _ = name.partition(".A_log")
+        if is_net:
+            convolution, parts = f"{net}.conv1d.weight", [f"{net}.conv_{part}" for part in "qkv"]
+            joined = concatenate(parts, convolution, sizes=self.delta.channels)
+            yield sequential(joined, unsqueeze(convolution, 1))
+            yield from self.join_projections(net)
 
-def read_hybrid_config(config: ConfigJson) -> ConfigJson:
-    """Convert a `config.json`: drop keys for positions in images, which text lacks, and derive missing layer types."""
-    rope = config.get("rope_parameters")
-    if isinstance(rope, Mapping):
-        kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
-        config = {**config, "rope_parameters": kept}
-    interval = config.get("full_attention_interval", 4)
-    return fill_layer_list(config, "layer_types", interval, partial(alternate_layer_types, other=LINEAR))
+    def join_projections(self, net: str) -> Iterator[Mapper]:
+        """Yield the mapper that joins the q, k and v projections of the gated delta net with this name."""
+        parts = [f"{net}.in_proj_{part}.weight" for part in "qkv"]
+        yield concatenate(parts, f"{net}.in_proj_qkv.weight", sizes=self.delta.channels)
 
 
 HYBRID_DEFAULTS = {"rope_theta": 1e4, "head_dim": 256}
 """Defaults of keys in transformers, which differ from ours."""
-
-
-def join_delta_nets(
-    join_projections: Callable[[str, DeltaSpec], Iterable[Mapper]], create: CreateMapper = create_decoder_mapper
-) -> CreateMapper:
-    """
-    Return a function for the mapper to files that join gated delta nets' projections, and their convolutions.
-
-    Convolutions (channels, taps) become one (channels, 1, taps). `create` maps all other parameters.
-    """
-
-    def join(name: str, architecture: DeltaConfig) -> Iterator[Mapper]:
-        net, is_net, _ = name.partition(".A_log")
-        if is_net:
-            convolution, parts = f"{net}.conv1d.weight", [f"{net}.conv_{part}" for part in "qkv"]
-            joined = concatenate(parts, convolution, sizes=architecture.delta.channels)
-            yield sequential(joined, unsqueeze(convolution, 1))
-            yield from join_projections(net, architecture.delta)
-
-    return join_tensors(join, create)
