@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from drawloom import Problem, UserError, component, setting, wired
-from drawloom.components.model.auto import FAMILIES
+from drawloom import Problem, UserError, component, wired
+from drawloom.components.model.auto import FAMILIES, FolderModel
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
 from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
 from drawloom.components.model.fallback.build import (
@@ -42,7 +41,7 @@ CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 @component(impact="incompatible", needs={"transformers": "drawloom[transformers]"})
-class Transformers:
+class Transformers(FolderModel):
     """
     Causal language model of the library transformers, from a folder, for families without a component of their own.
 
@@ -55,10 +54,6 @@ class Transformers:
 
     kernels: Kernels
     tokenizer: Tokenizer | None = wired(default=None)
-    path: Path = setting("folder with a config.json, and with safetensors files if `weights` is true")
-    weights: bool = setting(
-        "load the folder's weights; false for random weights", default=True, impact="changes_training"
-    )
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
@@ -82,27 +77,11 @@ class Transformers:
             split = "partition its layers" if dimension == "tensor" else "split rows"
             yield f"model.transformers can't {split} over ranks"
 
-    def check_before_open(self) -> None:
-        """Raise UserError for an invalid folder, a model that fails a check, or a tokenizer with too many ids."""
-        try:
-            self._check_path()
-            _ = self._self_check_result
-            if self.weights:
-                open_and_check_folder(self.path, self._build_on_meta(), self.hugging_face_mapper().inverse())
-            self._check_tokenizer()
-        except UserError as error:
-            raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
-
-    def _check_path(self) -> None:
-        """Raise UserError if the path, its config.json, or safetensors files to load are missing."""
-        if not self.path.exists():
-            raise UserError(f"there is no folder {self.path}; write one with a config.json")
-        read_config_json(locate_config_json(self.path))
-        if self.weights and not (self.path.is_dir() and any(self.path.glob("*.safetensors"))):
-            raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
-
-    def _check_tokenizer(self) -> None:
-        """Raise UserError if the tokenizer has more ids than the model's vocabulary."""
+    def check_model(self) -> None:
+        """Raise UserError for a model that fails a check, or a tokenizer with more ids than the vocabulary."""
+        _ = self._self_check_result
+        if self.weights:
+            open_and_check_folder(self.path, self._build_on_meta(), self.hugging_face_mapper().inverse())
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size:
             raise UserError(
                 f"the tokenizer has {self.tokenizer.vocab_size} ids, but the model's vocabulary only "
@@ -135,26 +114,16 @@ class Transformers:
         return build_meta_model(self._config)
 
     @property
-    def initial_weights(self) -> Path | None:
-        return self.path if self.weights else None
-
-    def list_input_files(self) -> dict[str, list[Path]]:
-        return {"path": [locate_config_json(self.path)]}
-
-    @property
     def num_hidden_layers(self) -> int:
-        layers: int = first_config_value(self._config, "num_hidden_layers")
-        return layers
+        return first_config_value(self._config, "num_hidden_layers")  # type: ignore[no-any-return]
 
     @property
     def vocab_size(self) -> int:
-        size: int = first_config_value(self._config, "vocab_size")
-        return size
+        return first_config_value(self._config, "vocab_size")  # type: ignore[no-any-return]
 
     @property
     def max_sequence_length(self) -> int | None:
-        longest: int | None = first_config_value(self._config, "max_position_embeddings")
-        return longest
+        return first_config_value(self._config, "max_position_embeddings")  # type: ignore[no-any-return]
 
     @property
     def position_count(self) -> int | None:

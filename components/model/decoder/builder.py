@@ -15,7 +15,7 @@ from drawloom import Problem, UserError, setting, wired
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
     derive_head_sizes,
-    find_head_count_faults,
+    find_size_faults,
     size_setting,
 )
 from drawloom.components.model.decoder.family import Family
@@ -24,7 +24,6 @@ from drawloom.components.model.decoder.rope import (
     InvalidSetting,
     RopeScaling,
     find_duplicate_rope_settings,
-    find_rope_faults,
     separate_theta_and_scaling,
 )
 from drawloom.components.model.new_tokens import (
@@ -67,8 +66,8 @@ EXAMPLES = {
 def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool) -> Iterator[InvalidSetting]:
     """Return problems in a recipe's settings; None stands for a setting left out."""
     given = _drop_unset_settings(family, settings)
+    yield from find_duplicate_rope_settings(given)
     if settings["config"] is not None:
-        yield from find_duplicate_rope_settings(given)
         return  # the file sets everything else, and may be on another machine
     needed = _list_required_keys(family)
     for key in needed:
@@ -78,16 +77,14 @@ def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool)
     if "vocab_size" not in given and not has_tokenizer:
         instead = "add a [tokenizer], or write the number of its ids: vocab_size = 50304, for example"
         yield InvalidSetting("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
-    if "hidden_size" in given and "num_attention_heads" in given:
-        yield from _find_attention_faults(given)
-    yield from find_duplicate_rope_settings(given)
     complete = family.constants | derive_head_sizes(given) | given
-    rotary_dim = None
-    if "head_dim" in complete:
-        rotary_dim = int(complete["head_dim"] * complete.get("partial_rotary_factor", 1.0))
-    for key in ("rope_scaling", "rope_parameters"):
-        if key in given:
-            yield from find_rope_faults(given[key], rotary_dim, key)
+    width, heads = given.get("hidden_size", 0), given.get("num_attention_heads", 1)
+    if "head_dim" not in given and width % heads:
+        why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
+        yield InvalidSetting("num_attention_heads", why, "write head_dim = 64, for example")
+        yield from find_size_faults(given)
+    else:
+        yield from find_size_faults(complete)
     if given.keys() >= set(needed):
         yield from family.config.find_faults(complete)
 
@@ -158,18 +155,6 @@ def _read_and_override_config(family: Family, settings: Settings) -> DecoderConf
 
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
-
-
-def _find_attention_faults(given: Settings) -> Iterator[InvalidSetting]:
-    """Yield the fault if head counts or sizes do not fit together, or head_dim has no default."""
-    width, heads = given["hidden_size"], given["num_attention_heads"]
-    if "head_dim" not in given and width % heads:
-        why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
-        yield InvalidSetting("num_attention_heads", why, "write head_dim = 64, for example")
-        return
-    yield from find_head_count_faults(
-        heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads)
-    )
 
 
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"

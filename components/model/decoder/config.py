@@ -15,6 +15,7 @@ from drawloom.components.model.decoder.rope import (
     Rope,
     RopeScaling,
     convert_to_kernel_scaling,
+    find_rope_faults,
 )
 from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
 from drawloom.ports import AttentionOptions, ConfigJson, Mapper, Settings
@@ -380,3 +381,15 @@ def find_head_count_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator
     if head_dim % 2:
         why = f"head_dim = {head_dim} is odd, and rotary positions rotate pairs of channels"
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
+
+
+def find_size_faults(sizes: Settings) -> Iterator[InvalidSetting]:
+    """Yield the faults in heads and rotary positions, as far as the sizes are known."""
+    heads, head_dim, rotary_dim = sizes.get("num_attention_heads"), sizes.get("head_dim"), None
+    if head_dim is not None:
+        rotary_dim = int(head_dim * sizes.get("partial_rotary_factor", 1.0))
+        if heads is not None:
+            yield from find_head_count_faults(heads, sizes.get("num_key_value_heads", heads), head_dim)
+    for key in ("rope_scaling", "rope_parameters"):
+        if (rope := sizes.get(key)) is not None:
+            yield from find_rope_faults(rope, rotary_dim, key)

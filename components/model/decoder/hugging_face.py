@@ -1,9 +1,9 @@
 """Decoders in Hugging Face's form: reading and writing `config.json`."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import attrs
 
@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.config import (
     SLIDING,
     DecoderConfig,
     derive_head_sizes,
-    find_head_count_faults,
+    find_size_faults,
 )
 from drawloom.components.model.decoder.family import COMMON_FIXED, TOKEN_IDS, Family
 from drawloom.components.model.decoder.file_keys import OF_IMAGES
@@ -21,7 +21,6 @@ from drawloom.components.model.decoder.rope import (
     USED,
     InvalidSetting,
     RopeScaling,
-    find_rope_faults,
     longrope_attention_factor,
 )
 from drawloom.components.storage.regular_file import open_untrusted_file
@@ -35,23 +34,11 @@ HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
 CONVERTER = ValueConverter()
 """Converter of a `config.json`'s values to the types of settings."""
 
-BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+HOISTED = ("rope_theta", "partial_rotary_factor")
+"""Keys that transformers 5 writes in `rope_parameters`."""
+
+BESIDES = (*HOISTED, "rope_type", "type")
 """Keys of `rope_parameters` that do not belong to the scaling."""
-
-
-def parse_theta_and_scaling(config: Settings, can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
-    """Return the base, None if it is missing, and the scaling. Raises ValueError if the rope can't be built."""
-    # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError("has a rope_scaling that is not an object")
-    for part in (rope, config):
-        if not can_be_partial and part.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise ValueError(
-                "has a partial_rotary_factor other than 1, but models of this family rotate whole heads only"
-            )
-    base = rope.get("rope_theta", config.get("rope_theta"))
-    return base, _parse_scaling(rope, config)
 
 
 def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
@@ -211,9 +198,13 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     names = _list_names_in_files(family)
     config = {names.get(key, key): value for key, value in config.items()}
     config |= {key: 0 for key in family.config.zero_is_null if config.get(key, 0) is None}
-    config = family.config.read_keys(_hoist_partial_rotary_factor(config, family.keys))
-    base, rope = parse_theta_and_scaling(config, "partial_rotary_factor" in family.keys)
-    config |= {"rope_theta": base}
+    config = family.config.read_keys(config)
+    # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError("has a rope_scaling that is not an object")
+    config |= {key: rope[key] for key in HOISTED if key in rope}
+    scaling = _parse_scaling(rope, config)
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
         config["use_sliding_window"] = False  # as to transformers; a missing window is the default
     nullable = {key for key, field in family.keys.items() if type(None) in get_args(field.type)}
@@ -233,27 +224,18 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     needed += ["rope_theta"] if "rope_theta" in family.keys else []
     if missing := [family.config.renamed.get(key, key) for key in needed if key not in values]:
         raise ValueError(f"lacks {', '.join(missing)}")
-    architecture = family.config(**{**values, "rope_scaling": rope})
+    architecture = family.config(**{**values, "rope_scaling": scaling})
     for fault in find_inconsistent_sizes(architecture):
         raise ValueError(f"is inconsistent: {fault.why}")
     _check_layer_types(architecture, config)
     return architecture
 
 
-def _hoist_partial_rotary_factor(config: ConfigJson, keys: Iterable[str]) -> ConfigJson:
-    """Copy partial_rotary_factor from rope_parameters, where transformers 5 writes it, to the top of a config."""
-    rope, key = config.get("rope_parameters") or config.get("rope_scaling"), "partial_rotary_factor"
-    return config | {key: rope[key]} if key in keys and isinstance(rope, Mapping) and key in rope else config
-
-
 def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
     """Yield sizes that do not fit one another."""
-    yield from find_head_count_faults(
-        architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim
-    )
-    if architecture.rope_scaling is not None:
-        yield from find_rope_faults(architecture.rope_scaling, architecture.rotary_dim)
-    yield from architecture.find_faults(attrs.asdict(architecture, recurse=False))
+    sizes = attrs.asdict(architecture, recurse=False)
+    yield from find_size_faults(sizes)
+    yield from architecture.find_faults(sizes)
 
 
 def _check_fixed_values(family: Family, config: Settings) -> None:
@@ -262,6 +244,8 @@ def _check_fixed_values(family: Family, config: Settings) -> None:
     kinds = (family.model_type, *family.other_types)
     kind = config.get("model_type", family.model_type)
     fixed = {"model_type": kind if kind in kinds else family.model_type, "is_causal": True}
+    if "partial_rotary_factor" not in family.keys:
+        fixed["partial_rotary_factor"] = 1.0
     for key, value in {**fixed, **COMMON_FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
             raise ValueError(f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built")

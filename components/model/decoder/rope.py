@@ -145,26 +145,24 @@ def convert_to_kernel_scaling(rope: RopeScaling | None, max_positions: int) -> "
     from drawloom.kernels.rope import frequencies
 
     given = rope.explicit_options()
-    if rope.rope_type in ("linear", "ntk"):
-        return (frequencies.LinearScaling if rope.rope_type == "linear" else frequencies.NtkScaling)(given["factor"])
-    length = int(given.pop("original_max_position_embeddings", max_positions))
+    if rope.rope_type not in ("linear", "ntk"):
+        length = given.setdefault("original_max_position_embeddings", max_positions)
     if rope.rope_type == "longrope":
-        attention_factor = given.get("attention_factor", longrope_attention_factor(max_positions / length, length))
-        return frequencies.LongRopeScaling(
-            tuple(given["short_factor"]), tuple(given["long_factor"]), length, attention_factor
-        )
+        given |= {key: tuple(given[key]) for key in ("short_factor", "long_factor")}
+        given.setdefault("attention_factor", longrope_attention_factor(max_positions / length, length))
     numerator, denominator = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     if numerator and denominator:
-        ratio = _compute_yarn_attention_factor(given["factor"], numerator) / _compute_yarn_attention_factor(
-            given["factor"], denominator
-        )
-        given.setdefault("attention_factor", ratio)
-    made = {
+        above, below = (_compute_yarn_attention_factor(given["factor"], scale) for scale in (numerator, denominator))
+        given.setdefault("attention_factor", above / below)
+    scalings: Any = {
+        "linear": frequencies.LinearScaling,
+        "ntk": frequencies.NtkScaling,
         "dynamic": frequencies.DynamicScaling,
         "yarn": frequencies.YarnScaling,
         "llama3": frequencies.Llama3Scaling,
-    }[rope.rope_type]
-    return made(**given, original_max_position_embeddings=length)  # type: ignore[no-any-return]
+        "longrope": frequencies.LongRopeScaling,
+    }
+    return scalings[rope.rope_type](**given)  # type: ignore[no-any-return]
 
 
 def longrope_attention_factor(factor: float, original_length: int) -> float:
