@@ -16,12 +16,13 @@ from drawloom.components.model.fallback.build import (
 )
 from drawloom.components.model.fallback.module import NAME, RowAttention, TransformersLM
 from drawloom.components.model.fallback.parts import (
-    CallOrder,
     Parts,
     SelfCheckError,
     find_model_parts,
     first_config_value,
+    get_first_line,
     mask_layer_number,
+    record_call_order,
 )
 from drawloom.components.weights.convert import convert_tensors, persistent_tensors
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
@@ -137,7 +138,7 @@ def _build_shrunken_reference(config: Any) -> Any:
             raise SelfCheckError(
                 "keyword", "the model does not compute attention by transformers' attention functions"
             ) from error
-        raise SelfCheckError("build", _get_first_line(error)) from error
+        raise SelfCheckError("build", get_first_line(error)) from error
 
 
 class Comparison:
@@ -149,9 +150,10 @@ class Comparison:
         self.count = len(reference.get_submodule(self.parts.layers))
         self.tokens = torch.randint(1, first_config_value(reference.config, "vocab_size"), (sum(LENGTHS),))
         rows: Sequence[Tensor] = torch.split(self.tokens, list(LENGTHS))
-        with CallOrder(reference, self.parts) as calls:
+        with record_call_order(reference, self.parts) as order:
             self.alone = [compute_or_fail("build", partial(self._compute_reference, row)) for row in rows]
-        self.parts = calls.list_observed_parts()
+        self.parts = order.add_to_parts(reference, self.parts)
+        self.shared = create_packed_context()
 
     def _compute_reference(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return transformers' last hidden states and logits for one document, int64 (length,)."""
@@ -162,9 +164,8 @@ class Comparison:
     def check_hidden_states(self) -> Tensor:
         """Compare packed documents' hidden states with transformers'; return them, (1, length, hidden_size)."""
         whole = self._build_stage_module(0, self.count)
-        shared = create_packed_context()
-        documents = RowAttention(whole.kernels, shared)
-        hidden = compute_or_fail("keyword", lambda: whole.run_base_model(self.tokens[None], shared, documents))
+        documents = RowAttention(whole.kernels, self.shared)
+        hidden = compute_or_fail("keyword", lambda: whole.run_base_model(self.tokens[None], self.shared, documents))
         if documents.calls == 0:
             raise SelfCheckError("keyword", "no layer calls transformers' attention functions")
         expected = torch.cat([states for states, _ in self.alone], 1)
@@ -181,8 +182,8 @@ class Comparison:
 
     def _check_logits_close(self) -> None:
         """Raise SelfCheckError if logits for the packed row differ from transformers' for single documents."""
-        whole, shared = self._build_stage_module(0, self.count), create_packed_context()
-        compute = partial(whole, self.tokens[None], shared, lambda hidden, head: head.logits(hidden))
+        whole = self._build_stage_module(0, self.count)
+        compute = partial(whole, self.tokens[None], self.shared, lambda hidden, head: head.logits(hidden))
         expected = torch.cat([logits for _, logits in self.alone], 1)
         _assert_close("head", compute_or_fail("head", compute), expected, "logits differ")
 
@@ -201,13 +202,11 @@ class Comparison:
         names = {name for name, _ in first.named_parameters()} - {f"{self.parts.embedding}.weight"}
         if common := sorted(names & {name for name, _ in second.named_parameters()}):
             return f"{common[0]} is outside of layers"
-        shared = create_packed_context()
         try:
-            between = first.run_base_model(self.tokens[None], shared, RowAttention(first.kernels, shared))
-            outputs = second.run_base_model(between, shared, RowAttention(second.kernels, shared))
+            outputs = second(first(self.tokens[None], self.shared), self.shared)
             _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
         except Exception as error:
-            return error.reason if isinstance(error, SelfCheckError) else _get_first_line(error)
+            return error.reason if isinstance(error, SelfCheckError) else get_first_line(error)
         return ""
 
     def _build_stage_module(self, first: int, last: int) -> TransformersLM:
@@ -233,13 +232,7 @@ def compute_or_fail(check: str, compute: Callable[[], T]) -> T:
     except SelfCheckError:
         raise
     except Exception as error:  # any model of transformers
-        raise SelfCheckError(check, _get_first_line(error)) from error
-
-
-def _get_first_line(error: Exception) -> str:
-    """Return the first line in an error's text that does not end in a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if not line.endswith(":")), type(error).__name__)
+        raise SelfCheckError(check, get_first_line(error)) from error
 
 
 def _assert_close(check: str, actual: Tensor, expected: Tensor, why: str) -> None:

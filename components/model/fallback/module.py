@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drawloom.components.model.fallback.parts import Parts, PassThrough, SelfCheckError, create_placeholder
+from drawloom.components.model.fallback.parts import NoVectors, Parts, PassThrough, SelfCheckError
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.parallel.tensor_ranks import ALONE
 from drawloom.components.weights.adapted import EMBEDDING
-from drawloom.ports import AttentionOptions, Finish, Head, Kernels, LayerRange, TokenContext
+from drawloom.ports import AttentionOptions, Finish, Head, Kernels, LayerRange, TokenContext, put_class_before
 
 NAME = "drawloom"
 """Name of the attention in transformers' registry, which has no entry for its masks, so that no mask is built."""
@@ -37,16 +37,12 @@ class RowAttention:
         sinks: (heads,).
         """
         self.calls += 1
-        return self.kernels.attention(q, k, v, self._get_or_create_mask(window), options, sinks)
-
-    def _get_or_create_mask(self, window: int | None) -> Any:
-        """Return the attention mask for a window, computed once per microbatch."""
         if window not in self._masks:
             shared = self.shared
             self._masks[window] = self.kernels.attention_mask(
                 shared.document_ids, window, shared.part, shared.cache, shared.one_document_per_row
             )
-        return self._masks[window]
+        return self.kernels.attention(q, k, v, self._masks[window], options, sinks)
 
 
 def attend(
@@ -133,8 +129,9 @@ class TransformersLM(nn.Module):
             self.add_module(parts.head, whole.get_submodule(parts.head))
         self._replace_modules_outside_span()
         convert_layers_to_kernels(self, kernels)
-        if parts.tied and parts.embedding != EMBEDDING and (span.embedding or span.head):
-            self._mark_tied_table(self.get_submodule(parts.embedding))
+        table = self.get_submodule(parts.embedding)
+        if parts.tied and parts.embedding != EMBEDDING and type(table) is Embedding:
+            table.__class__ = TiedTable
         # Outside of the registered modules, because it has no parameters.
         self.__dict__["outer"] = None if parts.plain_head else OuterModel(whole, parts)
 
@@ -146,19 +143,15 @@ class TransformersLM(nn.Module):
                 layers[number] = PassThrough(layer)
         parts, span = self.parts, self.span
         for name in (() if span.embedding else parts.before) + (() if span.head else parts.after):
-            self.set_submodule(name, create_placeholder(self.get_submodule(name)))
+            replaced = self.get_submodule(name)
+            placeholder = NoVectors if isinstance(replaced, nn.Embedding) else PassThrough
+            self.set_submodule(name, placeholder(replaced))
         if not (span.embedding or (span.head and parts.tied)):
             self.set_submodule(parts.embedding, PassThrough(self.get_submodule(parts.embedding)))
 
-    def _mark_tied_table(self, table: nn.Module) -> None:
-        """Turn a tied embedding into a TiedTable, so that LoRA skips it."""
-        if type(table) is Embedding:
-            table.__class__ = TiedTable
-
     @property
     def _layers(self) -> nn.ModuleList:
-        layers: Any = self.get_submodule(self.parts.layers)
-        return layers  # type: ignore[no-any-return]
+        return self.get_submodule(self.parts.layers)  # type: ignore[return-value]
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -187,8 +180,7 @@ class TransformersLM(nn.Module):
         key = "input_ids" if self.span.embedding else "inputs_embeds"
         base = self.get_submodule(self.parts.base)
         output = base(**{key: inputs}, position_ids=shared.positions, use_cache=False, documents=documents)
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
 
 class TiedTable(Embedding):
@@ -249,16 +241,10 @@ def convert_layers_to_kernels(module: nn.Module, kernels: Kernels) -> None:
         elif type(part) is nn.LayerNorm:
             part.__class__ = WideLayerNorm
         elif type(part).__name__.endswith("Norm"):
-            part.__class__ = _make_mixin_subclass(KeepsDtype, part)
+            put_class_before(part, KeepsDtype)
         if values := {name: _copy_to_cpu(buffer) for name, buffer in part.named_buffers(recurse=False)}:
             part.__dict__["values_of_buffers"] = values
-            part.__class__ = _make_mixin_subclass(KnownBuffers, part)
-
-
-def _make_mixin_subclass(mixin: type, part: nn.Module) -> Any:
-    """Return a class with the module's class name that derives from `mixin` first, then from the module's class."""
-    kind: Any = type(part)
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+            put_class_before(part, KnownBuffers)
 
 
 def _convert_embedding_to_ours(part: nn.Embedding, kernels: Kernels) -> None:

@@ -1,7 +1,10 @@
 """The parts of a transformers model: base model, embedding, layers and head, by name."""
 
 import re
-from typing import Any, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import attrs
 import torch
@@ -34,6 +37,12 @@ class Parts:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     plain_head: bool = True
+
+
+def get_first_line(error: Exception) -> str:
+    """Return the first line in an error's text that does not end in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if not line.endswith(":")), type(error).__name__)
 
 
 def first_config_value(config: Any, *keys: str) -> Any:
@@ -81,54 +90,49 @@ def _find_layers(whole: Any, base: nn.Module) -> nn.ModuleList:
     return fitting[0]
 
 
+@attrs.define
 class CallOrder:
-    """Context that records whether modules outside of the layers are called before or after these."""
+    """Names of modules outside of the layers that were called before these, and after them."""
 
-    def __init__(self, whole: nn.Module, parts: Parts) -> None:
-        self.parts = parts
-        self._layers_ended = False
-        self._before: dict[str, None] = {}
-        self._after: dict[str, None] = {}
-        layers: Any = whole.get_submodule(parts.layers)
-        owner = whole.get_submodule(parts.layers.rpartition(".")[0])
-        self._hooks = [owner.register_forward_pre_hook(self._mark_before_layers)]
-        self._hooks += [layer.register_forward_hook(self._on_layer_end) for layer in layers]
-        for name, part in find_modules_outside_layers(whole, parts):
-            self._hooks.append(part.register_forward_pre_hook(self._create_call_recorder(name)))
-        self._parameters = {name for name, _ in whole.named_parameters()}
+    before: dict[str, None] = attrs.field(factory=dict)
+    after: dict[str, None] = attrs.field(factory=dict)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def list_observed_parts(self) -> Parts:
+    def add_to_parts(self, whole: nn.Module, parts: Parts) -> Parts:
         """Add the modules before and after the layers to the parts; a module called in both is in neither."""
-        before = tuple(name for name in self._before if name not in self._after and self._has_parameters(name))
-        after = tuple(name for name in self._after if name not in self._before)
-        return attrs.evolve(self.parts, before=before, after=after)
+        parameters = [name for name, _ in whole.named_parameters()]
+        # Modules without parameters, such as rotary angles, are part of every stage.
+        before = [name for name in self.before if any(parameter.startswith(f"{name}.") for parameter in parameters)]
+        return attrs.evolve(
+            parts,
+            before=tuple(name for name in before if name not in self.after),
+            after=tuple(name for name in self.after if name not in self.before),
+        )
 
-    def _has_parameters(self, name: str) -> bool:
-        """Return whether a module has parameters; modules without, such as rotary angles, are part of every stage."""
-        return any(parameter.startswith(f"{name}.") for parameter in self._parameters)
 
-    def _mark_before_layers(self, *_: Any) -> None:
-        """Note that a forward pass begins: modules called from now on come before the layers."""
-        self._layers_ended = False
+@contextmanager
+def record_call_order(whole: nn.Module, parts: Parts) -> Iterator[CallOrder]:
+    """Record the order of calls of modules outside of the layers."""
+    order = CallOrder()
+    calls = order.before
 
-    def _on_layer_end(self, *_: Any) -> None:
-        """Note that a layer has run: modules called from now on come after the layers."""
-        self._layers_ended = True
+    def switch(to: dict[str, None], *_: Any) -> None:
+        nonlocal calls
+        calls = to
 
-    def _create_call_recorder(self, name: str) -> Any:
-        """Return a hook that records whether the module `name` is called before or after the layers."""
+    def record(name: str, *_: Any) -> None:
+        calls[name] = None
 
-        def record(*_: Any) -> None:
-            (self._after if self._layers_ended else self._before)[name] = None
-
-        return record
+    layers: Any = whole.get_submodule(parts.layers)
+    owner = whole.get_submodule(parts.layers.rpartition(".")[0])
+    hooks = [owner.register_forward_pre_hook(partial(switch, order.before))]
+    hooks += [layer.register_forward_hook(partial(switch, order.after)) for layer in layers]
+    for name, part in find_modules_outside_layers(whole, parts):
+        hooks.append(part.register_forward_pre_hook(partial(record, name)))
+    try:
+        yield order
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def find_modules_outside_layers(whole: nn.Module, parts: Parts) -> list[tuple[str, nn.Module]]:
@@ -165,8 +169,3 @@ class NoVectors(PassThrough):
     def forward(self, *_: Any, **__: Any) -> Tensor:
         """Return zero, of shape (), which is added."""
         return torch.zeros(())
-
-
-def create_placeholder(replaced: nn.Module) -> nn.Module:
-    """Create the placeholder for a module that the span leaves out, except for the token embedding."""
-    return (NoVectors if isinstance(replaced, nn.Embedding) else PassThrough)(replaced)
