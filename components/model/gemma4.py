@@ -69,9 +69,9 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         r"\.feed_forward\.router\.weight$": ".router.proj.weight",
         r"\.(feed_forward|per_layer)\.": ".",
     }
-    layer_class = "scaled_layer:ScaledBlock"
-    decoder_class = "per_layer:PerLayerDecoder"
-    model_class = "capped_model:CappedCausalLM"
+    layer_class = "gemma4:ScaledBlock"
+    decoder_class = "gemma4:PerLayerDecoder"
+    model_class = "gemma4:CappedCausalLM"
 
     layer_types: SlidingTypes = training_setting(
         "full_attention or sliding_attention for every layer, full for the last; default: every sixth, and the last",

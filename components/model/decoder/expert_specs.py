@@ -133,7 +133,7 @@ class NormedRouting(Routing):
 class NormedExpertSpec(ExpertSpec):
     """Specification for experts and a network for all tokens, both between their own norms."""
 
-    part = "normed_experts:NormedMoeBlock"
+    part = "gemma4:NormedMoeBlock"
 
     routing: NormedRouting
 

@@ -12,7 +12,7 @@ class NormedValueSpec(AttentionSpec):
     under the name `link`.
     """
 
-    part = "normed_values:NormedValueAttention"
+    part = "gemma4:NormedValueAttention"
 
     link: str = ""
 
@@ -21,7 +21,7 @@ class NormedValueSpec(AttentionSpec):
 class SharedKeysSpec(NormedValueSpec):
     """Specification for attention with an earlier layer's keys and values, named `link`."""
 
-    part = "normed_values:SharedKeysAttention"
+    part = "gemma4:SharedKeysAttention"
     is_linked = True
 
 
@@ -29,7 +29,7 @@ class SharedKeysSpec(NormedValueSpec):
 class PerLayerInputSpec(PartSpec):
     """Specification for a gate on the embedding's `width` channels for the layer `number`."""
 
-    part = "per_layer:PerLayerInput"
+    part = "gemma4:PerLayerInput"
     is_linked = True
 
     width: int
