@@ -1,5 +1,7 @@
 """The component `model.deepseek_v2`: DeepSeek-V2 and V2-Lite (arXiv 2405.04434)."""
 
+import attrs
+
 from drawloom import component, setting
 from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, Routing, config_class
 from drawloom.components.model.deepseek_v3 import LatentConfig
@@ -18,15 +20,8 @@ class DeepseekV2Config(LatentConfig):
 
     @property
     def routing(self) -> Routing:
-        """Routing by softmax scores, with float32 logits, within the groups with the best experts."""
-        return Routing(
-            norm_topk_prob=False,
-            routed_scaling_factor=self.routed_scaling_factor,
-            n_group=self.n_group,
-            topk_group=self.topk_group,
-            best_in_group=1,
-            wide_logits=True,
-        )
+        """Routing by softmax scores within the groups with the best experts."""
+        return attrs.evolve(super().routing, norm_topk_prob=False, best_in_group=1)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:

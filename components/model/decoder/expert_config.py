@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+import attrs
+
 from drawloom import above, at_least, setting
 from drawloom.components.model.decoder.config import DecoderConfig, config_class, size_setting, training_setting
 from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
@@ -122,6 +124,16 @@ class GroupedExpertsConfig(MoeConfig):
     topk_group: int = training_setting("maximum number of expert groups per token", default=1, check=at_least(1))
 
     @property
+    def routing(self) -> Routing:
+        """Routing within groups, with float32 logits."""
+        return Routing(
+            routed_scaling_factor=self.routed_scaling_factor,
+            n_group=self.n_group,
+            topk_group=self.topk_group,
+            wide_logits=True,
+        )
+
+    @property
     def shared_expert_width(self) -> int:
         return self.n_shared_experts * self.moe_intermediate_size
 
@@ -153,16 +165,8 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
 
     @property
     def routing(self) -> Routing:
-        """Routing by sigmoid scores, with float32 logits and a balancing bias."""
-        return Routing(
-            scoring_func="sigmoid",
-            bias=True,
-            norm_topk_prob=self.norm_topk_prob,
-            routed_scaling_factor=self.routed_scaling_factor,
-            n_group=self.n_group,
-            topk_group=self.topk_group,
-            wide_logits=True,
-        )
+        """Routing by sigmoid scores, with a balancing bias."""
+        return attrs.evolve(super().routing, scoring_func="sigmoid", bias=True, norm_topk_prob=self.norm_topk_prob)
 
 
 def _find_expert_group_faults(given: Settings) -> Iterator[InvalidSetting]:

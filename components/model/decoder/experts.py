@@ -34,16 +34,7 @@ class SparseMoeBlock(nn.Module):
     def __init__(self, architecture: DecoderConfig, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__()
         self.spec = spec
-        router = self.router_class(
-            architecture.hidden_size,
-            spec.experts,
-            spec.choices,
-            spec.routing,
-            kernels,
-            aux_loss_coef=spec.aux_loss_coef,
-            z_loss_coef=spec.z_loss_coef,
-        )
-        self.add_module(spec.router, router)
+        self.add_module(spec.router, self.router_class(architecture.hidden_size, spec, kernels))
         self.experts = Experts(spec.latent_width or architecture.hidden_size, spec, kernels)
         if spec.shared_expert_width:
             mlp = spec.activation.make_mlp_spec(spec.shared_expert_width)
