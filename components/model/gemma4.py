@@ -126,11 +126,11 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         first, kind = self.num_hidden_layers - self.num_kv_shared_layers, self.layer_types[layer]
         return layer if layer < first else max(n for n in range(first) if self.layer_types[n] == kind)
 
-    def grouped_attention_spec_of(self, layer: int) -> NormedValueSpec:
+    def mixer_spec_of(self, layer: int) -> NormedValueSpec:
         source, users = self.key_layer_of(layer), map(self.key_layer_of, range(layer + 1, self.num_hidden_layers))
         spec_class = NormedValueSpec if source == layer else SharedKeysSpec
         spec = spec_class(
-            **attrs.asdict(super().grouped_attention_spec_of(layer), recurse=False),
+            **attrs.asdict(super().mixer_spec_of(layer), recurse=False),
             link=f"keys {source}" if source != layer or layer in users else "",
         )
         if self.window_of(layer) is not None:

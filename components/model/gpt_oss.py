@@ -15,7 +15,6 @@ from drawloom.components.model.decoder.declarations import (
     ExpertSpec,
     Family,
     LayerTypesConfig,
-    MixerSpec,
     Routing,
     SlidingTypes,
     config_class,
@@ -45,6 +44,7 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     """Config of gpt-oss: attention sinks, windows in every other layer, and experts with biases and bounds."""
 
     renamed = {"num_experts": "num_local_experts"}
+    attention_sinks = True
 
     rope_theta: float = 150_000.0
     rms_norm_eps: float = 1e-5
@@ -58,9 +58,6 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     def routing(self) -> Routing:
         """Routing by a softmax over the chosen experts."""
         return Routing(norm_topk_prob=True, linear_bias=True)
-
-    def mixer_spec_of(self, layer: int) -> MixerSpec:
-        return attrs.evolve(self.grouped_attention_spec_of(layer), sinks=True)
 
     @property
     def expert_spec(self) -> ExpertSpec:

@@ -111,7 +111,7 @@ class NemotronHConfig(SigmoidExpertsConfig):
             case "linear_attention":
                 spec = self.delta
             case "full_attention":
-                spec = self.grouped_attention_spec_of(layer)
+                spec = self.mixer_spec_of(layer)
             case "moe":
                 spec = self.expert_spec
             case "mlp":

@@ -70,17 +70,17 @@ class PatternConfig(DeltaConfig):
 
     def part_spec_of(self, layer: int) -> PartSpec:
         """Return a layer's specification."""
+        sizes = attrs.asdict(attrs.evolve(self.delta, draws_time_steps=True))
         match self.part_of(layer):
             case "gdn":
                 return self.delta
             case "kda":
-                sizes = attrs.asdict(attrs.evolve(self.delta, draws_time_steps=True))
                 return ChannelDeltaSpec(**sizes, rank=self.linear_value_head_dim)
             case "mamba":
-                return StateSpaceSpec(**attrs.asdict(self.delta), conv_bias=True)
+                return StateSpaceSpec(**sizes, conv_bias=True)
             case "conv":
                 return ShortConvSpec(taps=self.conv_L_cache)
-        return attrs.evolve(self.grouped_attention_spec_of(layer), gate=self.attention_gate)
+        return self.mixer_spec_of(layer)
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         return MODULES[self.part_of(layer)], self.part_spec_of(layer)

@@ -10,13 +10,13 @@ from drawloom.components.model.decoder.gated_delta_net import GatedDeltaNet
 from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.ports import Role
 
 
 class ChannelDeltaNet(GatedDeltaNet):
     """Gated delta net whose decays, by channel, and sigmoid gates are projected from few channels."""
 
     spec: ChannelDeltaSpec
+    least_rate = 1.0
 
     def add_gate_projections(self, outer: int) -> None:
         spec = self.spec
@@ -40,9 +40,6 @@ class ChannelDeltaNet(GatedDeltaNet):
         few = self.ranks.gather_tokens(self.get_submodule(f"{name}_a_proj")(own), hidden.shape[:2])
         projected: Tensor = self.get_submodule(f"{name}_b_proj")(few)
         return projected
-
-    def parameter_roles(self) -> Mapping[str, Role]:
-        return {**super().parameter_roles(), "A_log": Role(False, lambda uniform: (1.0 + 15.0 * uniform).log())}
 
     def split_dims(self) -> Mapping[str, SplitDim]:
         return {**super().split_dims(), "dt_bias": SplitDim(0, self.group * self.spec.key_dim)}

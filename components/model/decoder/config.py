@@ -113,6 +113,12 @@ class DecoderConfig:
     mlp_bias = False
     """Whether the linear layers of feed-forward networks have biases."""
 
+    attention_gate = False
+    """Whether attention's output is multiplied by the sigmoid of a projection."""
+
+    attention_sinks = False
+    """Whether every head has a learned score for one more key, whose value is 0."""
+
     num_hidden_layers: int = size_setting("num_hidden_layers", "number of layers")
     hidden_size: int = size_setting("hidden_size", "width of the hidden states")
     num_attention_heads: int = size_setting("num_attention_heads", "number of query heads")
@@ -206,11 +212,7 @@ class DecoderConfig:
         )
 
     def mixer_spec_of(self, layer: int) -> MixerSpec:
-        """Return the specification for a layer's attention."""
-        return self.grouped_attention_spec_of(layer)
-
-    def grouped_attention_spec_of(self, layer: int) -> AttentionSpec:
-        """Return the specification for a layer's attention with grouped queries."""
+        """Return the specification for a layer's attention: here with grouped queries."""
         return AttentionSpec(
             heads=self.num_attention_heads,
             kv_heads=self.num_key_value_heads,
@@ -218,6 +220,8 @@ class DecoderConfig:
             rope=self.rope_of(layer),
             window=self.window_of(layer),
             qk_norm=self.qk_norm,
+            gate=self.attention_gate,
+            sinks=self.attention_sinks,
             options=AttentionOptions(scale=self.attention_score_scale),
         )
 

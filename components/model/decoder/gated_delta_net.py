@@ -1,6 +1,7 @@
 """Gated delta net: attention replaced by a state that each token corrects (Yang et al. 2024, arXiv 2412.06464)."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,9 @@ class GatedDeltaNet(TensorParallel):
     Queries, keys and values have projections and convolutions of their own, which files join. Tensor-parallel ranks
     partition the key heads, each with its value heads.
     """
+
+    least_rate: ClassVar[float] = 0.01
+    """Least initial value of the heads' rates of decay; the greatest is 16."""
 
     def __init__(self, architecture: DecoderConfig, spec: DeltaSpec, kernels: Kernels) -> None:
         super().__init__()
@@ -107,6 +111,10 @@ class GatedDeltaNet(TensorParallel):
         weight = x.new_full((width,), length * width**-0.5, dtype=torch.promote_types(x.dtype, torch.float32))
         return self.kernels.rms_norm(x, weight, KEY_EPS / width)
 
+    def _draw_log_rates(self, uniform: Tensor) -> Tensor:
+        """Return logarithms of uniform rates, for uniform numbers (...) in (0, 1)."""
+        return (self.least_rate + (16 - self.least_rate) * uniform).log()
+
     def split_dims(self) -> Mapping[str, SplitDim]:
         convolutions = {f"conv_{name}": SplitDim(0, unit) for name, unit in self.units.items()}
         return convolutions | dict.fromkeys(("A_log", "dt_bias"), SplitDim(0, self.group))
@@ -115,6 +123,6 @@ class GatedDeltaNet(TensorParallel):
         convolution = Role(False, "normal", 1.0)
         return {
             **{f"conv_{name}": convolution for name in self.units},
-            "A_log": Role(False, lambda uniform: (0.01 + 15.99 * uniform).log()),
+            "A_log": Role(False, self._draw_log_rates),
             "dt_bias": Role(False, draw_time_steps if self.spec.draws_time_steps else 1.0),
         }

@@ -96,11 +96,8 @@ class SharedKeysAttention(TensorParallel):
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape = context.documents.shape
         q = self.q_norm(self.q_proj(self.ranks.gather_tokens(hidden, shape)).view(*shape, -1, self.spec.head_dim))
-        if context.angles is not None:
-            cos, sin = context.angles
-            q = self.kernels.rope(q, cos, sin)
         k, v = context.links[self.spec.link]
-        mixed = self.kernels.attention(q, k, v, context.mask, self.spec.options)
+        mixed = self.kernels.attention(context.rotate(self.kernels, q), k, v, context.mask, self.spec.options)
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
 
 

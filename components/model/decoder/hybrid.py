@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Literal
 
-import attrs
-
 from drawloom import setting
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
@@ -19,7 +17,7 @@ from drawloom.components.model.decoder.config import (
 )
 from drawloom.components.model.decoder.file_keys import OF_IMAGES, fill_layer_list
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
-from drawloom.components.model.decoder.specs import MixerSpec, PartSpec
+from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
 from drawloom.ports import ConfigJson, Mapper
@@ -79,12 +77,10 @@ class HybridConfig(DeltaConfig):
 
     qk_norm = "head"
     zero_centered = True
+    attention_gate = True
 
     rope_theta: float = 1e7
     partial_rotary_factor: float = rotary_factor_setting(0.25)
-
-    def mixer_spec_of(self, layer: int) -> MixerSpec:
-        return attrs.evolve(self.grouped_attention_spec_of(layer), gate=True)
 
     def join_tensors(self, name: str) -> Iterator[Mapper]:
         """Yield the mappers that join a delta net's projections, and its convolutions to one (channels, 1, taps)."""

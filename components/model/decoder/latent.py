@@ -60,7 +60,8 @@ class LatentAttention(TensorParallel):
         q_nope, q_rope = q.view(*shape, -1, spec.nope_dim + spec.rope_dim).split([spec.nope_dim, spec.rope_dim], -1)
         kv = self.kv_b_proj(latent).view(*shape, -1, spec.nope_dim + spec.v_dim)
         k_nope, v = kv.split([spec.nope_dim, spec.v_dim], -1)
-        q_rope, k_rope = self._rotate(q_rope, context), self._rotate(k_rope.unsqueeze(-2), context)
+        interleaved = spec.rope is not None and spec.rope.interleaved
+        q_rope, k_rope = (context.rotate(self.kernels, x, interleaved) for x in (q_rope, k_rope.unsqueeze(-2)))
         q = torch.cat([q_nope, q_rope], -1)
         k = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
         mixed = self.attend(q, k, v, hidden, own, context)
@@ -83,10 +84,3 @@ class LatentAttention(TensorParallel):
             return parts
         gathered = self.ranks.gather_tokens(torch.cat([*parts], -1), shape)
         return torch.split(gathered, [part.shape[-1] for part in parts], -1)
-
-    def _rotate(self, x: Tensor, context: LayerContext) -> Tensor:
-        """Rotate channels (rows, length, heads, rope_dim) by token positions, unless the layer has none."""
-        if self.spec.rope is None or context.angles is None:
-            return x
-        cos, sin = context.angles
-        return self.kernels.rope(x, cos, sin, self.spec.rope.interleaved)

@@ -155,6 +155,7 @@ class StateSpaceSpec(DeltaSpec):
 
     part = "state_space:StateSpaceMixer"
 
+    draws_time_steps: bool = True
     min_time_step: float = 0.0
     conv_bias: bool = False
 

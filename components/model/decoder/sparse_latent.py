@@ -76,10 +76,10 @@ class SparseLatentAttention(LatentAttention):
         spec, shape, wide = self.spec, context.documents.shape, torch.promote_types(q.dtype, torch.float32)
         parts = self.indexer(hidden, query_latent)
         queries, keys, factors = (self.ranks.gather_tokens_without_grad_sum(part, shape) for part in parts)
-        queries, keys = (x.view(*shape, -1, spec.index_dim) for x in (queries, keys))
-        if context.angles is not None:
-            cos, sin = context.angles
-            queries, keys = (self.kernels.rope(x, cos, sin, spec.index_interleaved) for x in (queries, keys))
+        queries, keys = (
+            context.rotate(self.kernels, x.view(*shape, -1, spec.index_dim), spec.index_interleaved)
+            for x in (queries, keys)
+        )
         k, v, visible = self.kernels.extend_keys(k, v, context.mask)
         keys, _, _ = self.kernels.extend_keys(keys, keys, context.mask)
         if visible is None:

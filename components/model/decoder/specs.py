@@ -129,3 +129,10 @@ class LayerContext(NamedTuple):
     padding: Tensor | None = None
     recurrence: Any = None
     links: Any = None
+
+    def rotate(self, kernels: Kernels, x: Tensor, interleaved: bool = False) -> Tensor:
+        """Rotate channels (rows, length, heads, channels) by token positions, unless the layer does not rotate."""
+        if self.angles is None:
+            return x
+        cos, sin = self.angles
+        return kernels.rope(x, cos, sin, interleaved)

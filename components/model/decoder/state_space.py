@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.gated_delta_net import GatedDeltaNet, draw_time_steps
+from drawloom.components.model.decoder.gated_delta_net import GatedDeltaNet
 from drawloom.components.model.decoder.mixer_specs import StateSpaceSpec
 from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear, ProjectionNorm
@@ -33,6 +33,7 @@ class StateSpaceMixer(GatedDeltaNet):
     """
 
     spec: StateSpaceSpec
+    least_rate = 1.0
 
     def __init__(self, architecture: DecoderConfig, spec: StateSpaceSpec, kernels: Kernels) -> None:
         super().__init__(architecture, spec, kernels)
@@ -69,11 +70,4 @@ class StateSpaceMixer(GatedDeltaNet):
 
     def parameter_roles(self) -> Mapping[str, Role]:
         biases = {f"conv_{name}_bias": BIAS_ROLE for name in self.units}
-        rates = Role(False, lambda uniform: (1.0 + 15.0 * uniform).log())
-        return {
-            **super().parameter_roles(),
-            **biases,
-            "A_log": rates,
-            "dt_bias": Role(False, draw_time_steps),
-            "D": SCALE_ROLE,
-        }
+        return {**super().parameter_roles(), **biases, "D": SCALE_ROLE}
