@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
@@ -21,17 +20,6 @@ from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.ports import SCALE_ROLE, Finish, Head, Kernels, LayerRange, Role, TokenContext
 
 
-@attrs.define(eq=False)
-class CappedHead(ChunkedHead):
-    """Head whose logits are `cap` * tanh(logits / cap) for another head's logits, which `project` computes."""
-
-    cap: float = 1.0
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.project(hidden)
-        return self.cap * (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.cap).tanh()
-
-
 class CappedCausalLM(CausalLM):
     """Span of a model whose logits are bounded by the config's `final_logit_softcapping`, unless it is None."""
 
@@ -43,7 +31,11 @@ class CappedCausalLM(CausalLM):
             return super().forward(inputs, shared, finish)
 
         def finish_with_cap(hidden: Tensor, head: Head) -> Any:
-            return finish(hidden, CappedHead(head.logits, size, cap=cap))
+            def project(hidden: Tensor) -> Tensor:
+                logits = head.logits(hidden)
+                return cap * (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh()  # type: ignore[no-any-return]
+
+            return finish(hidden, ChunkedHead(project, size))
 
         return super().forward(inputs, shared, finish_with_cap)
 
