@@ -69,7 +69,10 @@ def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool)
     yield from find_duplicate_rope_settings(given)
     if settings["config"] is not None:
         return  # the file sets everything else, and may be on another machine
-    needed = _list_required_keys(family)
+    derived = {"num_key_value_heads", "head_dim", "vocab_size"}
+    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
+    if "moe_intermediate_size" in needed and "intermediate_size" in needed:
+        needed.remove("intermediate_size")
     for key in needed:
         if key not in given:
             example = f"{key} = {dump_toml(EXAMPLES[key])}"
@@ -120,13 +123,6 @@ def build_architecture_from_settings(
             f"new_tokens: {new_tokens} of the tokenizer's {tokens} ids can't all be added ones; write a smaller number"
         )
     return architecture
-
-
-def _list_required_keys(family: Family) -> list[str]:
-    """Return the keys without a default, constant or derived."""
-    derived = {"num_key_value_heads", "head_dim", "vocab_size"}
-    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
-    return [key for key in needed if key != "intermediate_size" or "moe_intermediate_size" not in needed]
 
 
 def _drop_unset_settings(family: Family, settings: Settings) -> dict[str, Any]:

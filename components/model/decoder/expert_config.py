@@ -149,7 +149,19 @@ class GroupedExpertsConfig(MoeConfig):
             why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
             yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
         yield from find_dense_width_faults(given, range(dense))
-        yield from _find_expert_group_faults(given)
+        experts, choices = given["num_experts"], given["num_experts_per_tok"]
+        groups, used = given["n_group"], given["topk_group"]
+        if experts % groups or (groups > 1 and experts // groups < 2):
+            fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
+            why = f"n_group = {groups} does not divide num_experts = {experts} into groups of 2 or more"
+            yield InvalidSetting("n_group", why, f"write one of {', '.join(map(str, fitting))}")
+        elif used > groups:
+            why = f"topk_group = {used} is more than n_group = {groups}"
+            yield InvalidSetting("topk_group", why, f"write {groups}")
+        elif choices > used * (experts // groups) and choices <= experts:
+            allowed = f"topk_group = {used} allows {used * experts // groups} experts"
+            why = f"{allowed}, fewer than num_experts_per_tok = {choices}"
+            yield InvalidSetting("topk_group", why, f"write {-(-choices * groups // experts)}, or more")
 
 
 @config_class
@@ -167,19 +179,3 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
     def routing(self) -> Routing:
         """Routing by sigmoid scores, with a balancing bias."""
         return attrs.evolve(super().routing, scoring_func="sigmoid", bias=True, norm_topk_prob=self.norm_topk_prob)
-
-
-def _find_expert_group_faults(given: Settings) -> Iterator[InvalidSetting]:
-    """Yield the fault if groups do not divide the experts, or allow fewer experts than a token chooses."""
-    experts, choices = given["num_experts"], given["num_experts_per_tok"]
-    groups, used = given["n_group"], given["topk_group"]
-    if experts % groups or (groups > 1 and experts // groups < 2):
-        fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
-        why = f"n_group = {groups} does not divide num_experts = {experts} into groups of 2 or more"
-        yield InvalidSetting("n_group", why, f"write one of {', '.join(map(str, fitting))}")
-    elif used > groups:
-        yield InvalidSetting("topk_group", f"topk_group = {used} is more than n_group = {groups}", f"write {groups}")
-    elif choices > used * (experts // groups) and choices <= experts:
-        allowed = f"topk_group = {used} allows {used * experts // groups} experts"
-        why = f"{allowed}, fewer than num_experts_per_tok = {choices}"
-        yield InvalidSetting("topk_group", why, f"write {-(-choices * groups // experts)}, or more")

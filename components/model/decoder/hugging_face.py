@@ -227,7 +227,12 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     architecture = family.config(**{**values, "rope_scaling": scaling})
     for fault in find_inconsistent_sizes(architecture):
         raise ValueError(f"is inconsistent: {fault.why}")
-    _check_layer_types(architecture, config)
+    layers = range(architecture.num_hidden_layers)
+    kinds = [FULL if architecture.window_of(layer) is None else SLIDING for layer in layers]
+    types = config.get("layer_types") or kinds
+    # Other types, such as linear_attention, are keys of the family's own config.
+    if any(kind != other and kind in (FULL, SLIDING) for kind, other in zip(types, kinds, strict=False)):
+        raise ValueError(f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}")
     return architecture
 
 
@@ -249,13 +254,3 @@ def _check_fixed_values(family: Family, config: Settings) -> None:
     for key, value in {**fixed, **COMMON_FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
             raise ValueError(f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built")
-
-
-def _check_layer_types(architecture: DecoderConfig, config: Settings) -> None:
-    """Raise ValueError if `layer_types` contradicts other keys."""
-    layers = range(architecture.num_hidden_layers)
-    kinds = [FULL if architecture.window_of(layer) is None else SLIDING for layer in layers]
-    types = config.get("layer_types") or kinds
-    # Other types, such as linear_attention, are keys of the family's own config.
-    if any(kind != other and kind in (FULL, SLIDING) for kind, other in zip(types, kinds, strict=False)):
-        raise ValueError(f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}")

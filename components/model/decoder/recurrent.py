@@ -117,10 +117,6 @@ class GatedDeltaNet(TensorParallel):
         weight = x.new_full((width,), length * width**-0.5, dtype=torch.promote_types(x.dtype, torch.float32))
         return self.kernels.rms_norm(x, weight, KEY_EPS / width)
 
-    def _draw_log_rates(self, uniform: Tensor) -> Tensor:
-        """Return logarithms of uniform rates, for uniform numbers (...) in (0, 1)."""
-        return (self.least_rate + (16 - self.least_rate) * uniform).log()
-
     def split_dims(self) -> Mapping[str, SplitDim]:
         convolutions = {f"conv_{name}": SplitDim(0, unit) for name, unit in self.units.items()}
         return convolutions | dict.fromkeys(("A_log", "dt_bias"), SplitDim(0, self.group))
@@ -129,7 +125,7 @@ class GatedDeltaNet(TensorParallel):
         convolution = Role(False, "normal", 1.0)
         return {
             **{f"conv_{name}": convolution for name in self.units},
-            "A_log": Role(False, self._draw_log_rates),
+            "A_log": Role(False, lambda uniform: (self.least_rate + (16 - self.least_rate) * uniform).log()),
             "dt_bias": Role(False, draw_time_steps if self.spec.draws_time_steps else 1.0),
         }
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drawloom.components.model.fallback.build import (
     build_meta_model,
@@ -110,7 +110,12 @@ def run_self_check(config: Any) -> Verdict:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         reference = _build_shrunken_reference(config).double()
-        constants = _find_constant_parameters(reference)
+        firsts = {name: parameter.detach().flatten()[0] for name, parameter in reference.named_parameters()}
+        constants = {
+            mask_layer_number(name): float(firsts[name])
+            for name, parameter in reference.named_parameters()
+            if bool((parameter == firsts[name]).all())
+        }
         with torch.no_grad():
             for parameter in reference.parameters():
                 # Constant parameters such as norms and biases should influence the outputs.
@@ -242,16 +247,6 @@ def _assert_close(check: str, actual: Tensor, expected: Tensor, why: str) -> Non
         raise SelfCheckError(check, f"{why}; the largest difference is {difference:.1e} of the largest value")
 
 
-def _find_constant_parameters(reference: nn.Module) -> dict[str, float]:
-    """Return the initial value for every parameter whose elements are all equal, by name without the layer's number."""
-    constants = {}
-    for name, parameter in reference.named_parameters():
-        first = float(parameter.detach().flatten()[0])
-        if bool((parameter == first).all()):
-            constants[mask_layer_number(name)] = first
-    return constants
-
-
 def shrink_config(config: Any) -> Any:
     """Return the transformers config of a smaller model with the same flags and kinds of layers."""
     attribute_map: Mapping[str, str] = config.attribute_map
@@ -272,7 +267,9 @@ def shrink_config_values(config: Settings) -> ConfigJson:
             # The width of heads stays, because tables of rotary positions have its length.
             small["hidden_size"] = small["num_attention_heads"] * width
         if isinstance(kv_heads, int):
-            small["num_key_value_heads"] = _shrink_kv_heads(heads, kv_heads, small["num_attention_heads"])
+            # The sharing stays: one for all queries, one per query head, or grouped.
+            grouped = max(1, small["num_attention_heads"] // 2)
+            small["num_key_value_heads"] = {1: 1, heads: small["num_attention_heads"]}.get(kv_heads, grouped)
     if config.get("head_dim") and "qk_rope_head_dim" in small:
         small["head_dim"] = min(config["head_dim"], small["qk_rope_head_dim"])  # the width that is rotated
     if (head_dim := config.get("qk_head_dim")) is not None and "qk_nope_head_dim" in config:
@@ -293,16 +290,6 @@ def _shrink_value(key: str, value: Any) -> Any:
     if key in EXPERT_COUNTS:
         return min(value, 4)
     return min(value, SMALL[key]) if key in SMALL else value
-
-
-def _shrink_kv_heads(heads: int, kv_heads: int, small_heads: int) -> int:
-    """
-    Return the small model's key-value heads, with the same sharing: one for all queries, one per query head, or
-    grouped.
-    """
-    if kv_heads in (1, heads):
-        return 1 if kv_heads == 1 else small_heads
-    return max(1, small_heads // 2)
 
 
 def _shrink_layer_keys(config: Settings) -> ConfigJson:

@@ -127,27 +127,23 @@ class TransformersLM(nn.Module):
         self.add_module(parts.base, whole.get_submodule(parts.base))
         if span.head and not parts.tied:
             self.add_module(parts.head, whole.get_submodule(parts.head))
-        self._replace_modules_outside_span()
-        convert_layers_to_kernels(self, kernels)
-        table = self.get_submodule(parts.embedding)
-        if parts.tied and parts.embedding != EMBEDDING and type(table) is Embedding:
-            table.__class__ = TiedTable
-        # Outside of the registered modules, because it has no parameters.
-        self.__dict__["outer"] = None if parts.plain_head else OuterModel(whole, parts)
-
-    def _replace_modules_outside_span(self) -> None:
-        """Replace all modules that other stages own by placeholders without parameters."""
+        # Other stages' modules become placeholders without parameters.
         layers = self._layers
         for number, layer in enumerate(layers):
-            if not self.span.first <= number < self.span.last:
+            if not span.first <= number < span.last:
                 layers[number] = PassThrough(layer)
-        parts, span = self.parts, self.span
         for name in (() if span.embedding else parts.before) + (() if span.head else parts.after):
             replaced = self.get_submodule(name)
             placeholder = NoVectors if isinstance(replaced, nn.Embedding) else PassThrough
             self.set_submodule(name, placeholder(replaced))
         if not (span.embedding or (span.head and parts.tied)):
             self.set_submodule(parts.embedding, PassThrough(self.get_submodule(parts.embedding)))
+        convert_layers_to_kernels(self, kernels)
+        table = self.get_submodule(parts.embedding)
+        if parts.tied and parts.embedding != EMBEDDING and type(table) is Embedding:
+            table.__class__ = TiedTable
+        # Outside of the registered modules, because it has no parameters.
+        self.__dict__["outer"] = None if parts.plain_head else OuterModel(whole, parts)
 
     @property
     def _layers(self) -> nn.ModuleList:
@@ -237,24 +233,18 @@ def convert_layers_to_kernels(module: nn.Module, kernels: Kernels) -> None:
             part.__class__ = Linear
             vars(part).update(is_residual=False, kernels=kernels, style="colwise", unit=1, uneven=False, ranks=ALONE)
         elif isinstance(part, nn.Embedding):
-            _convert_embedding_to_ours(part, kernels)
+            kind: Any = type(part)
+            # Subclasses scale vectors; the next class in their order is drawloom's, which looks the vectors up.
+            part.__class__ = Embedding if kind is nn.Embedding else type(kind.__name__, (kind, Embedding), {})
+            vars(part).update(kernels=kernels, ranks=ALONE)
         elif type(part) is nn.LayerNorm:
             part.__class__ = WideLayerNorm
         elif type(part).__name__.endswith("Norm"):
             put_class_before(part, KeepsDtype)
-        if values := {name: _copy_to_cpu(buffer) for name, buffer in part.named_buffers(recurse=False)}:
-            part.__dict__["values_of_buffers"] = values
+        if buffers := dict(part.named_buffers(recurse=False)):
+            part.__dict__["values_of_buffers"] = {
+                # A buffer on the meta device has no values.
+                name: torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().to("cpu", copy=True)
+                for name, buffer in buffers.items()
+            }
             put_class_before(part, KnownBuffers)
-
-
-def _convert_embedding_to_ours(part: nn.Embedding, kernels: Kernels) -> None:
-    """Turn an embedding into drawloom's in place; subclasses keep their own forward pass around it."""
-    kind: Any = type(part)
-    # Subclasses scale vectors; the next class in their order is drawloom's, which looks the vectors up.
-    part.__class__ = Embedding if kind is nn.Embedding else type(kind.__name__, (kind, Embedding), {})
-    vars(part).update(kernels=kernels, ranks=ALONE)
-
-
-def _copy_to_cpu(buffer: Tensor) -> Tensor:
-    """Copy a buffer to the CPU; zeros for a buffer on the meta device."""
-    return buffer.detach().to("cpu", copy=True) if not buffer.is_meta else torch.zeros(buffer.shape, dtype=buffer.dtype)

@@ -58,27 +58,15 @@ def mask_layer_number(name: str) -> str:
 def find_model_parts(whole: Any) -> Parts:
     """Find a causal LM's embedding, layers, norm and head. Raises SelfCheckError for a model without these parts."""
     names = {part: name for name, part in whole.named_modules()}
-    embedding, head = _get_embeddings(whole)
+    try:
+        embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # the model's class has none
+        embedding, head = None, None
     if not isinstance(embedding, nn.Embedding) or "." not in names[embedding]:
         raise SelfCheckError("layers", "the model has no base model with a token embedding")
     base = whole.get_submodule(names[embedding].partition(".")[0])
     if type(head) is not nn.Linear or {names[part] for part in whole.children()} != {names[base], names[head]}:
         raise SelfCheckError("head", f"{type(whole).__name__} is not just a base model and a linear head")
-    return Parts(
-        names[base], names[_find_layers(whole, base)], names[embedding], names[head], head.weight is embedding.weight
-    )
-
-
-def _get_embeddings(whole: Any) -> tuple[Any, Any]:
-    """Return transformers' input and output embedding modules; None if the model class has none."""
-    try:
-        return whole.get_input_embeddings(), whole.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None, None
-
-
-def _find_layers(whole: Any, base: nn.Module) -> nn.ModuleList:
-    """Return the ModuleList with num_hidden_layers modules. Raises SelfCheckError if there is none."""
     count = first_config_value(whole.config, "num_hidden_layers")
     lists = [part for part in base.modules() if isinstance(part, nn.ModuleList)]
     fitting = [part for part in lists if len(part) == count and any(True for _ in part.parameters())]
@@ -87,7 +75,7 @@ def _find_layers(whole: Any, base: nn.Module) -> nn.ModuleList:
         raise SelfCheckError(
             "layers", f"no ModuleList has num_hidden_layers = {count} modules; their lengths are {lengths}"
         )
-    return fitting[0]
+    return Parts(names[base], names[fitting[0]], names[embedding], names[head], head.weight is embedding.weight)
 
 
 @attrs.define
