@@ -1,10 +1,8 @@
 """The component `model.gpt_oss`: gpt-oss 20B and 120B (OpenAI 2025, arXiv 2508.10925)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import attrs
-import torch
-from torch import Tensor
 
 from drawloom import above, component, setting
 from drawloom.components.model.decoder.declarations import (
@@ -22,21 +20,8 @@ from drawloom.components.model.decoder.declarations import (
     training_setting,
 )
 from drawloom.components.weights.mapper import sequential
-from drawloom.components.weights.mapper_ops import transpose
-from drawloom.ports import ConfigJson, Mapper, TensorGroup
-
-
-def _create_interleave_mapper(name: str, dim: int) -> Mapper:
-    """Interleave a tensor's halves along `dim`: gate and up alternate in files."""
-
-    def interleave(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [torch.stack(tensors[0].chunk(2, dim), dim + 1).flatten(dim, dim + 1)]
-
-    def deinterleave(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        ahead = (slice(None),) * dim
-        return [torch.cat([tensors[0][(*ahead, slice(start, None, 2))] for start in (0, 1)], dim)]
-
-    return Mapper((TensorGroup((name,), (name,), interleave, deinterleave),))
+from drawloom.components.weights.mapper_ops import chunk, concatenate_blocks, transpose
+from drawloom.ports import ConfigJson, Mapper
 
 
 @config_class
@@ -65,11 +50,12 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
         return attrs.evolve(super().expert_spec, router="router", biases=True, activation=activation)
 
     def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """Yield the mapper for an expert parameter: matrices are transposed, gate and up are interleaved."""
-        if name.endswith(".experts.gate_up_proj"):
-            yield sequential(_create_interleave_mapper(name, 1), transpose(name, 1, 2))
-        elif name.endswith(".experts.gate_up_proj_bias"):
-            yield _create_interleave_mapper(name, 1)
+        """Yield the mapper for an expert parameter: matrices are transposed, rows of gate and up alternate."""
+        if name.endswith((".experts.gate_up_proj", ".experts.gate_up_proj_bias")):
+            halves = [f"{name}.{half}" for half in ("gate", "up")]
+            joined = concatenate_blocks(halves, name, self.intermediate_size, [1, 1], dim=1)
+            transposed = () if name.endswith("_bias") else (transpose(name, 1, 2),)
+            yield sequential(chunk(name, halves, 1), joined, *transposed)
         elif name.endswith(".experts.down_proj"):
             yield transpose(name, 1, 2)
 

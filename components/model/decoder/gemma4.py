@@ -119,17 +119,14 @@ class NormedMoeBlock(SparseMoeBlock):
     """Feed-forward network plus experts, both with norms before and after."""
 
     router_class = NormedRouter
-    pre_feedforward_layernorm: RMSNorm
-    pre_feedforward_layernorm_2: RMSNorm
-    post_feedforward_layernorm_1: RMSNorm
-    post_feedforward_layernorm_2: RMSNorm
 
     def __init__(self, architecture: DecoderConfig, spec: NormedExpertSpec, kernels: Kernels) -> None:
         super().__init__(architecture, spec, kernels)
-        for order, suffixes in (("pre", ("", "_2")), ("post", ("_1", "_2"))):
-            for suffix in suffixes:
-                norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
-                self.add_module(f"{order}_feedforward_layernorm{suffix}", norm)
+        width, eps = architecture.hidden_size, architecture.rms_norm_eps
+        self.pre_feedforward_layernorm = RMSNorm(width, eps, kernels)
+        self.pre_feedforward_layernorm_2 = RMSNorm(width, eps, kernels)
+        self.post_feedforward_layernorm_1 = RMSNorm(width, eps, kernels)
+        self.post_feedforward_layernorm_2 = RMSNorm(width, eps, kernels)
 
     def apply_shared_experts(self, hidden: Tensor) -> Tensor:
         shared = super().apply_shared_experts(self.pre_feedforward_layernorm(hidden))
