@@ -23,14 +23,18 @@ CASES: list[pipelines.Case] = [
 ]
 
 
+SYMMETRIC: list[pipelines.Case] = [("gpipe", 4, False, False, "symmetric")]
+
+
 def steps(ranks: int, capture: bool, **how: Any) -> list[list[dict[str, Any]]]:
     """Return the last of four steps on all ranks, by case."""
-    how = {"dtypes": pipelines.FLOAT64, "step_count": 4, "layers": 4, "lengths": (6, 0), **how}
-    return run_ranks(_steps, ranks, CASES, {**how, "features": [CapturedPasses] if capture else []}, timeout=240)
+    how = {"kind": "cuda", "dtypes": pipelines.FLOAT64, "step_count": 4, "layers": 4, "lengths": (6, 0), **how}
+    cases = SYMMETRIC if "experts" in how else CASES
+    return run_ranks(_steps, ranks, cases, {**how, "features": [CapturedPasses] if capture else []}, timeout=240)
 
 
 def _steps(cases: list[pipelines.Case], how: dict[str, Any]) -> list[dict[str, Any]]:
-    return pipelines.steps(cases, {}, "cuda", **how)
+    return pipelines.steps(cases, **how)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +44,17 @@ def _steps(cases: list[pipelines.Case], how: dict[str, Any]) -> list[dict[str, A
         (1, {"recompute": ["selective", "quantized"]}),
         (2, {}),
         (2, {"recompute": ["blocks"]}),
+        (2, {"sizes": {"data_replicate": 2}}),
+        (2, {"sizes": {"data_shard": 2}}),
+        (2, {"sizes": {"data_shard": 2, "expert": 2}, "experts": 4}),
+        (2, {"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}),
     ],
     ids=str,
 )
 def test_cuda_graphs_have_the_same_gradients(ranks: int, how: dict[str, Any]) -> None:
     """CUDA graphs have the same float64 gradients after three updates, for all kinds of schedules."""
-    cases = [(policy, case) for policy in how.get("recompute", ["none"]) for case in CASES]
+    cases = SYMMETRIC if "experts" in how else CASES
+    cases = [(policy, case) for policy in how.get("recompute", ["none"]) for case in cases]
     for graphs, plain in zip(steps(ranks, True, **how), steps(ranks, False, **how), strict=True):
         for case, graph, other in zip(cases, graphs, plain, strict=True):
             assert graph["loss"] == pytest.approx(other["loss"], rel=1e-10), case

@@ -14,7 +14,7 @@ from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import create_step_state
 from drawloom.components.state.step_state import StepState
-from drawloom.graph import UserError
+from drawloom.graph import Every, UserError
 from drawloom.kernels.recompute import repeated_calls
 from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
 from support import pipelines
@@ -93,24 +93,30 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
     assert recorder.recorded > 0 and len(ran) >= 3 * 3 * 2
 
 
-def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, sizes: dict[str, int]) -> list[dict[str, Any]]:
+def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, how: dict[str, Any]) -> list[dict[str, Any]]:
     """Run the cases in a separate process with stand-ins for CUDA graphs."""
     with use_recorder() as graph_recorder:
-        steps_of_rank: list[dict[str, Any]] = steps(cases, capture, sizes=sizes)
+        steps_of_rank: list[dict[str, Any]] = steps(cases, capture, **how)
     assert bool(graph_recorder.recorded) == capture
     return steps_of_rank
 
 
 @pytest.mark.parametrize(
-    ("sizes", "cases"), [({}, CASES), ({"data_replicate": 2}, CASES[2:4])], ids=["pipeline", "replicas"]
+    ("how", "cases"),
+    [
+        ({}, CASES),
+        ({"sizes": {"data_replicate": 2}}, CASES[2:4]),
+        ({"sizes": {"data_shard": 2}}, [*CASES[:4], ("gpipe", 2, False, False, "plain")]),
+        ({"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}, CASES[:3]),
+        ({"sizes": {"data_shard": 2, "expert": 2}, "experts": 4}, [("gpipe", 4, False, False, "symmetric")]),
+    ],
+    ids=["pipeline", "replicas", "shards", "gathered once", "experts"],
 )
 def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(
-    sizes: dict[str, int], cases: list[pipelines.Case]
+    how: dict[str, Any], cases: list[pipelines.Case]
 ) -> None:
-    """Messages come from and go to other ranks, and to stages of the same rank; replicas sum after the last pass."""
-    steps_by_rank = [
-        run_ranks(run_steps_with_graphs, 2, cases, capture, sizes, timeout=120) for capture in (True, False)
-    ]
+    """Messages come from and go to other ranks, and to stages of the same rank; the last passes reduce gradients."""
+    steps_by_rank = [run_ranks(run_steps_with_graphs, 2, cases, capture, how, timeout=120) for capture in (True, False)]
     for ours, theirs in zip(*steps_by_rank, strict=True):
         for replayed, plain in zip(ours, theirs, strict=True):
             assert_same(replayed, plain)
@@ -122,6 +128,24 @@ def test_microbatches_in_flight_have_slots_of_their_own(recorder: Recorder) -> N
     assert (recorder.slots, recorder.recorded) == (1, 2)
     steps([("gpipe", 4, True, False, "plain")], True)
     assert (recorder.slots - 1, recorder.recorded - 2) == (4, 8)
+
+
+def test_more_room_for_experts_is_recorded_anew(recorder: Recorder) -> None:
+    """A graph has the room for rows of its recording, so graphs of steps before the growth are not used again."""
+    room = iter([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])
+
+    class Growing:
+        """A dispatcher whose fourth step has more room."""
+
+        @property
+        def room(self) -> float:
+            return next(room)
+
+    def feature(device: Any) -> CapturedPasses:
+        return CapturedPasses(device=device, limits=Every(dispatcher=Growing()))
+
+    pipelines.steps([("gpipe", 1, False, False, "plain")], step_count=6, layers=2, features=[feature])
+    assert (recorder.slots, recorder.recorded) == (2, 4)
 
 
 def test_other_shapes_run_and_are_logged_once(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
