@@ -1,15 +1,13 @@
 """The component `model.gemma3`: Gemma 3 for text (Gemma team 2025, arXiv 2503.19786)."""
 
-from collections.abc import Sequence
-
 import torch
 
 from drawloom import above, component, setting
 from drawloom.components.model.decoder.declarations import (
     ATTENTION_BIAS,
-    Branch,
     DecoderBuilder,
     Family,
+    Norms,
     RopeByTypeConfig,
     SlidingTypes,
     alternate_layer_types,
@@ -40,11 +38,9 @@ class GemmaConfig(RopeByTypeConfig):
         # transformers rounds the factor to the embedding's dtype.
         return torch.tensor(self.hidden_size**0.5, device="cpu").to(dtype).item()
 
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        return (
-            Branch("input_layernorm", "self_attn", self.mixer_spec_of(layer), "post_attention_layernorm"),
-            Branch("pre_feedforward_layernorm", "mlp", self.mlp_spec_of(layer), "post_feedforward_layernorm"),
-        )
+    def norms_of(self, layer: int) -> tuple[Norms, Norms]:
+        mlp = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        return ("input_layernorm", "post_attention_layernorm"), mlp
 
 
 @config_class

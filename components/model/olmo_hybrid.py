@@ -1,21 +1,20 @@
 """The component `model.olmo_hybrid`: OLMo Hybrid (OLMo team 2026)."""
 
-from collections.abc import Sequence
-
 import attrs
 
 from drawloom import component
 from drawloom.components.model.decoder.declarations import (
     FULL,
     NO_POSITIONS,
-    Branch,
     DecoderBuilder,
     DeltaConfig,
     DeltaSpec,
     Family,
+    Norms,
     config_class,
     training_setting,
 )
+from drawloom.components.model.olmo2 import POST_NORMS
 from drawloom.ports import ConfigJson
 
 WITHOUT_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
@@ -44,14 +43,11 @@ class OlmoHybridConfig(DeltaConfig):
         strength = 2.0 if self.linear_allow_neg_eigval else 1.0
         return attrs.evolve(super().delta, max_strength=strength, norm_eps=1e-5, draws_time_steps=True)
 
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        mixer, mlp = super().branches_of(layer)
+    def norms_of(self, layer: int) -> tuple[Norms, Norms]:
         if self.layer_types[layer] == FULL:
-            mixer = attrs.evolve(mixer, norm_before=None, norm_after="post_attention_layernorm")
-            return mixer, attrs.evolve(mlp, norm_before=None, norm_after="post_feedforward_layernorm")
+            return POST_NORMS
         # Files have these names, unlike the modules of transformers.
-        names = "attention_layer_norm", "feedforward_layer_norm"
-        return tuple(attrs.evolve(part, norm_before=name) for part, name in zip((mixer, mlp), names, strict=True))
+        return ("attention_layer_norm", None), ("feedforward_layer_norm", None)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 import torch
 
-from drawloom import above, at_least, between, setting
+from drawloom import above, between, setting
 from drawloom.components.model.decoder.rope import (
     BY_LENGTH,
     InvalidSetting,
@@ -35,6 +35,10 @@ MAX_SIZES = {
 
 ATTENTION_BIAS = "add biases to the linear layers of attention"
 WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
+
+
+Norms = tuple[str | None, str | None]
+"""Names of the norms before and after a module, or None."""
 
 
 training_setting = partial(setting, impact="changes_training")
@@ -233,12 +237,17 @@ class DecoderConfig:
         """Return the name and the specification of the module in a layer's first branch: here attention."""
         return "self_attn", self.mixer_spec_of(layer)
 
+    def norms_of(self, layer: int) -> tuple[Norms, Norms]:
+        """Return the names of norms before and after a layer's mixer, and of those of its feed-forward network."""
+        return ("input_layernorm", None), ("post_attention_layernorm", None)
+
     def branches_of(self, layer: int) -> Sequence[Branch]:
-        """Return a layer's branches, in order: here a pre-norm mixer and a pre-norm feed-forward network."""
+        """Return a layer's branches, in order: here a mixer and a feed-forward network."""
         name, mixer = self.mixer_of(layer)
+        (before, after), (before_mlp, after_mlp) = self.norms_of(layer)
         return (
-            Branch("input_layernorm", name, mixer),
-            Branch("post_attention_layernorm", "mlp", self.mlp_spec_of(layer)),
+            Branch(before, name, mixer, after),
+            Branch(before_mlp, "mlp", self.mlp_spec_of(layer), after_mlp),
         )
 
     @property
@@ -317,57 +326,6 @@ def rotary_factor_setting(default: float) -> Any:
     return training_setting(
         "part of the channels of a head that rotary positions rotate", default=default, check=between(0.01, 1.001)
     )
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-SlidingTypes = list[Literal["full_attention", "sliding_attention"]]
-"""Types of layers with full attention and with a window."""
-
-
-def alternate_layer_types(layers: int, interval: int, other: str = SLIDING) -> list[str]:
-    """Return a type for every layer: full attention for the last of every `interval` layers, `other` for the rest."""
-    return [other if (layer + 1) % interval else FULL for layer in range(layers)]
-
-
-def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
-    """Declare `layer_types`: by default the last of every `interval` layers has full attention."""
-    ordinals = {2: "second", 3: "third", 4: "fourth", 6: "sixth"}
-    return training_setting(
-        f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
-        default=attrs.Factory(
-            lambda self: alternate_layer_types(self.num_hidden_layers, interval, other), takes_self=True
-        ),
-    )
-
-
-@config_class
-class WindowConfig(DecoderConfig):
-    """Config with an optional sliding window in all layers."""
-
-    sliding_window: int | None = training_setting(
-        "number of tokens that a token attends to, including itself; default: all before it",
-        default=None,
-        check=at_least(1),
-    )
-
-    def window_of(self, layer: int) -> int | None:
-        return self.sliding_window
-
-
-@config_class
-class LayerTypesConfig(DecoderConfig):
-    """
-    Config with a type for every layer: full attention, or attention within `sliding_window` tokens.
-
-    `layer_types` may be longer than the model.
-    """
-
-    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
-    layer_types: SlidingTypes = layer_types_setting(4)
-
-    def window_of(self, layer: int) -> int | None:
-        return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
 def derive_head_sizes(given: Settings) -> dict[str, int]:

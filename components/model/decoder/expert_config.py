@@ -11,6 +11,14 @@ from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.ports import Settings
 
+MIXTRAL_EXPERTS = {
+    r"\.mlp\.(gate|shared_experts|experts)\.": r".block_sparse_moe.\1.",
+    r"(\.experts\.\d+)\.gate_proj\.": r"\1.w1.",
+    r"(\.experts\.\d+)\.up_proj\.": r"\1.w3.",
+    r"(\.experts\.\d+)\.down_proj\.": r"\1.w2.",
+}
+"""Patterns for files in which experts have Mixtral's names."""
+
 MAX_EXPERTS_IN_ALL = 1_000_000
 """Experts of all layers: each is a tensor of its own in files."""
 

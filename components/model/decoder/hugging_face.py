@@ -8,15 +8,9 @@ from typing import get_args
 import attrs
 
 from drawloom import UserError
-from drawloom.components.model.decoder.config import (
-    FULL,
-    SLIDING,
-    DecoderConfig,
-    derive_head_sizes,
-    find_size_faults,
-)
+from drawloom.components.model.decoder.config import DecoderConfig, derive_head_sizes, find_size_faults
 from drawloom.components.model.decoder.family import COMMON_FIXED, TOKEN_IDS, Family
-from drawloom.components.model.decoder.file_keys import OF_IMAGES
+from drawloom.components.model.decoder.layer_types import FULL, OF_IMAGES, SLIDING
 from drawloom.components.model.decoder.rope import (
     USED,
     InvalidSetting,

@@ -7,15 +7,18 @@ from typing import Literal
 from drawloom import setting
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
-    FULL,
     DecoderConfig,
-    alternate_layer_types,
     config_class,
-    layer_types_setting,
     rotary_factor_setting,
     size_setting,
 )
-from drawloom.components.model.decoder.file_keys import OF_IMAGES, fill_layer_list
+from drawloom.components.model.decoder.layer_types import (
+    FULL,
+    OF_IMAGES,
+    alternate_layer_types,
+    fill_layer_list,
+    layer_types_setting,
+)
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.components.weights.mapper import sequential

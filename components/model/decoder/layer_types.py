@@ -1,22 +1,67 @@
-"""Keys and tensors that have other forms in files: lists by layer, rotary positions by type of layer, experts."""
+"""Configs with types of layers: attention in a window or to all tokens, and rotary positions that differ by type."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from drawloom.components.model.decoder.config import LayerTypesConfig, config_class
+import attrs
+
+from drawloom import at_least
+from drawloom.components.model.decoder.config import WINDOW, DecoderConfig, config_class, training_setting
 from drawloom.components.model.decoder.rope import Rope
 from drawloom.ports import ConfigJson
 
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Keys in `rope_parameters` for positions in images, which do not matter to text."""
 
-MIXTRAL_EXPERTS = {
-    r"\.mlp\.(gate|shared_experts|experts)\.": r".block_sparse_moe.\1.",
-    r"(\.experts\.\d+)\.gate_proj\.": r"\1.w1.",
-    r"(\.experts\.\d+)\.up_proj\.": r"\1.w3.",
-    r"(\.experts\.\d+)\.down_proj\.": r"\1.w2.",
-}
-"""Patterns for files in which experts have Mixtral's names."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+SlidingTypes = list[Literal["full_attention", "sliding_attention"]]
+"""Types of layers with full attention and with a window."""
+
+
+def alternate_layer_types(layers: int, interval: int, other: str = SLIDING) -> list[str]:
+    """Return a type for every layer: full attention for the last of every `interval` layers, `other` for the rest."""
+    return [other if (layer + 1) % interval else FULL for layer in range(layers)]
+
+
+def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
+    """Declare `layer_types`: by default the last of every `interval` layers has full attention."""
+    ordinals = {2: "second", 3: "third", 4: "fourth", 6: "sixth"}
+    return training_setting(
+        f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
+        default=attrs.Factory(
+            lambda self: alternate_layer_types(self.num_hidden_layers, interval, other), takes_self=True
+        ),
+    )
+
+
+@config_class
+class WindowConfig(DecoderConfig):
+    """Config with an optional sliding window in all layers."""
+
+    sliding_window: int | None = training_setting(
+        "number of tokens that a token attends to, including itself; default: all before it",
+        default=None,
+        check=at_least(1),
+    )
+
+    def window_of(self, layer: int) -> int | None:
+        return self.sliding_window
+
+
+@config_class
+class LayerTypesConfig(DecoderConfig):
+    """
+    Config with a type for every layer: full attention, or attention within `sliding_window` tokens.
+
+    `layer_types` may be longer than the model.
+    """
+
+    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
+    layer_types: SlidingTypes = layer_types_setting(4)
+
+    def window_of(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
 def fill_layer_list(
