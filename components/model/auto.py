@@ -65,7 +65,7 @@ class FolderModel:
             raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
 
     def check_model(self) -> None:
-        """Raise UserError for a folder's model or weights that can't be built, or a tokenizer with too many ids."""
+        """Raise UserError for a model or weights that can't be built, or a tokenizer with too many ids."""
         raise NotImplementedError
 
     def _check_path(self) -> None:

@@ -1,6 +1,7 @@
 """The component `model.gemma4`: Gemma 4 for text (Gemma team 2026)."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -15,13 +16,10 @@ from drawloom.components.model.decoder.declarations import (
     InvalidSetting,
     MlpSpec,
     MoeConfig,
-    NormedExpertSpec,
     NormedRouting,
-    NormedValueSpec,
     PartSpec,
     PerLayerInputSpec,
     Rope,
-    SharedKeysSpec,
     SlidingTypes,
     alternate_layer_types,
     config_class,
@@ -126,11 +124,13 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         first, kind = self.num_hidden_layers - self.num_kv_shared_layers, self.layer_types[layer]
         return layer if layer < first else max(n for n in range(first) if self.layer_types[n] == kind)
 
-    def mixer_spec_of(self, layer: int) -> NormedValueSpec:
+    def mixer_spec_of(self, layer: int) -> Any:
         source, users = self.key_layer_of(layer), map(self.key_layer_of, range(layer + 1, self.num_hidden_layers))
-        spec_class = NormedValueSpec if source == layer else SharedKeysSpec
-        spec = spec_class(
-            **attrs.asdict(super().mixer_spec_of(layer), recurse=False),
+        plain: Any = super().mixer_spec_of(layer)
+        spec = attrs.evolve(
+            plain,
+            part=f"gemma4:{'NormedValueAttention' if source == layer else 'SharedKeysAttention'}",
+            is_linked=source != layer,
             link=f"keys {source}" if source != layer or layer in users else "",
         )
         if self.window_of(layer) is not None:
@@ -147,9 +147,15 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         width = self.intermediate_size * (2 if is_wide else 1)
         if not self.num_experts:
             return MlpSpec(width=width, activation=self.activation)
-        parts = {"routing": NormedRouting(eps=self.rms_norm_eps), "activation": GeGlu(), "router": "router"}
-        network = {"shared": "mlp", "shared_expert_width": width}
-        return NormedExpertSpec(**attrs.asdict(self.expert_spec, recurse=False) | parts | network)
+        return attrs.evolve(
+            self.expert_spec,
+            part="gemma4:NormedMoeBlock",
+            routing=NormedRouting(eps=self.rms_norm_eps),
+            activation=GeGlu(),
+            router="router",
+            shared="mlp",
+            shared_expert_width=width,
+        )
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         attention, mlp = super().branches_of(layer)

@@ -50,7 +50,7 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
         return attrs.evolve(super().expert_spec, router="router", biases=True, activation=activation)
 
     def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """Yield the mapper for an expert parameter: matrices are transposed, rows of gate and up alternate."""
+        """Yield the mapper for an expert parameter: matrices are transposed, gate and up alternate by row."""
         if name.endswith((".experts.gate_up_proj", ".experts.gate_up_proj_bias")):
             halves = [f"{name}.{half}" for half in ("gate", "up")]
             joined = concatenate_blocks(halves, name, self.intermediate_size, [1, 1], dim=1)

@@ -14,11 +14,10 @@ from drawloom.components.model.decoder.declarations import (
     DecoderBuilder,
     ExpertSpec,
     Family,
-    LatentExpertSpec,
+    MlpSpec,
     PartSpec,
     SigmoidExpertsConfig,
     SquaredRelu,
-    SquaredReluSpec,
     StateSpaceSpec,
     config_class,
     size_setting,
@@ -84,10 +83,8 @@ class NemotronHConfig(SigmoidExpertsConfig):
 
     @property
     def expert_spec(self) -> ExpertSpec:
-        spec = attrs.evolve(super().expert_spec, activation=SquaredRelu())
-        if self.moe_latent_size is None:
-            return spec
-        return LatentExpertSpec(**attrs.asdict(spec, recurse=False) | {"latent_width": self.moe_latent_size})
+        spec = attrs.evolve(super().expert_spec, activation=SquaredRelu(), latent_width=self.moe_latent_size)
+        return spec if self.moe_latent_size is None else attrs.evolve(spec, part="squared_relu:LatentMoeBlock")
 
     @property
     def delta(self) -> StateSpaceSpec:
@@ -115,7 +112,7 @@ class NemotronHConfig(SigmoidExpertsConfig):
             case "moe":
                 spec = self.expert_spec
             case "mlp":
-                spec = SquaredReluSpec(width=self.intermediate_size)
+                spec = MlpSpec(width=self.intermediate_size, activation="relu2")
         return (Branch("norm", "mixer", spec),)
 
     @classmethod

@@ -187,7 +187,7 @@ class DecoderConfig:
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
         """
-        Convert a `config.json` to the keys of this class, before defaults are filled in.
+        Convert a `config.json` to this class's keys, before defaults are filled in.
 
         Raises ValueError, with a reason that follows the path, for a config that can't be built.
         """
@@ -195,7 +195,7 @@ class DecoderConfig:
 
     @classmethod
     def write_keys(cls, config: ConfigJson) -> ConfigJson:
-        """Convert a complete `config.json` with the keys of this class to its form in files."""
+        """Convert a complete `config.json` with this class's keys to its form in files."""
         return config
 
     def has_bias(self, projection: str) -> bool:
@@ -238,7 +238,7 @@ class DecoderConfig:
         return "self_attn", self.mixer_spec_of(layer)
 
     def norms_of(self, layer: int) -> tuple[Norms, Norms]:
-        """Return the names of norms before and after a layer's mixer, and of those of its feed-forward network."""
+        """Return a layer's norms: names before and after its mixer, then around its feed-forward network."""
         return ("input_layernorm", None), ("post_attention_layernorm", None)
 
     def branches_of(self, layer: int) -> Sequence[Branch]:

@@ -10,7 +10,7 @@ from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.model.decoder.router import Router
-from drawloom.components.model.decoder.specs import LayerContext
+from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.split_experts import ExpertParallel
 from drawloom.ports import BIAS_ROLE, Dispatcher, Kernels, Mesh, Role
@@ -37,7 +37,7 @@ class SparseMoeBlock(nn.Module):
         self.add_module(spec.router, self.router_class(architecture.hidden_size, spec, kernels))
         self.experts = Experts(spec.latent_width or architecture.hidden_size, spec, kernels)
         if spec.shared_expert_width:
-            mlp = spec.activation.make_mlp_spec(spec.shared_expert_width)
+            mlp = MlpSpec(width=spec.shared_expert_width, activation=spec.activation.in_mlp)
             self.add_module(spec.shared, mlp.build(architecture, kernels))
         if spec.shared_gate:
             self.shared_expert_gate = SharedGate(architecture.hidden_size, 1, kernels, style="whole")

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from drawloom.components.model.decoder.attention import Attention
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.expert_specs import NormedExpertSpec, NormedRouting
+from drawloom.components.model.decoder.expert_specs import ExpertSpec, NormedRouting
 from drawloom.components.model.decoder.experts import SparseMoeBlock
 from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.mixer_specs import NormedValueSpec, PerLayerInputSpec, SharedKeysSpec
+from drawloom.components.model.decoder.mixer_specs import PerLayerInputSpec
 from drawloom.components.model.decoder.model import CausalLM, Decoder
 from drawloom.components.model.decoder.router import ExpertChoices, Router
-from drawloom.components.model.decoder.specs import LayerContext
+from drawloom.components.model.decoder.specs import AttentionSpec, LayerContext
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.ports import SCALE_ROLE, Finish, Head, Kernels, LayerRange, Role, TokenContext
@@ -59,9 +59,7 @@ class ScaledBlock(Block):
 
 
 class NormedValueAttention(Attention):
-    """Attention whose values are normed by head, without a weight."""
-
-    spec: NormedValueSpec
+    """Attention whose values are normed by head, without a weight; keys and values stay for later layers."""
 
     def norm_and_rotate(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         ones = v.new_ones(self.spec.head_dim, dtype=torch.promote_types(v.dtype, torch.float32))
@@ -74,7 +72,7 @@ class NormedValueAttention(Attention):
 class SharedKeysAttention(TensorParallel):
     """Attention whose keys and values are an earlier layer's. A cache keeps them again."""
 
-    def __init__(self, architecture: DecoderConfig, spec: SharedKeysSpec, kernels: Kernels) -> None:
+    def __init__(self, architecture: DecoderConfig, spec: AttentionSpec, kernels: Kernels) -> None:
         super().__init__()
         outer, unit, has_bias = architecture.hidden_size, spec.head_dim, architecture.has_bias
         inner = spec.heads * unit
@@ -98,7 +96,7 @@ class NormedRouter(Router):
 
     routing: NormedRouting
 
-    def __init__(self, hidden_size: int, spec: NormedExpertSpec, kernels: Kernels) -> None:
+    def __init__(self, hidden_size: int, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__(hidden_size, spec, kernels)
         self.scale = nn.Parameter(torch.ones(hidden_size))
         self.per_expert_scale = nn.Parameter(torch.ones(spec.experts))
@@ -120,7 +118,7 @@ class NormedMoeBlock(SparseMoeBlock):
 
     router_class = NormedRouter
 
-    def __init__(self, architecture: DecoderConfig, spec: NormedExpertSpec, kernels: Kernels) -> None:
+    def __init__(self, architecture: DecoderConfig, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__(architecture, spec, kernels)
         width, eps = architecture.hidden_size, architecture.rms_norm_eps
         self.pre_feedforward_layernorm = RMSNorm(width, eps, kernels)

@@ -95,7 +95,7 @@ class HybridConfig(DeltaConfig):
             yield from self.join_projections(net)
 
     def join_projections(self, net: str) -> Iterator[Mapper]:
-        """Yield the mapper that joins the q, k and v projections of the gated delta net with this name."""
+        """Yield the mapper that joins the q, k and v projections in the gated delta net `net`."""
         parts = [f"{net}.in_proj_{part}.weight" for part in "qkv"]
         yield concatenate(parts, f"{net}.in_proj_qkv.weight", sizes=self.delta.channels)
 

@@ -83,7 +83,7 @@ class RopeByTypeConfig(LayerTypesConfig):
 
     @property
     def sliding_theta(self) -> float:
-        """The base in layers with a window for families without a key for it."""
+        """The base in layers with a window, where the family has no key for it."""
         return self.rope_theta
 
     def rope_of(self, layer: int) -> Rope | None:

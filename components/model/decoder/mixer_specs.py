@@ -2,27 +2,7 @@
 
 import attrs
 
-from drawloom.components.model.decoder.specs import AttentionSpec, MixerSpec, PartSpec, RecurrentSpec
-
-
-@attrs.frozen(kw_only=True)
-class NormedValueSpec(AttentionSpec):
-    """
-    Specification of attention whose values are normed by head, without a weight. Keys and values stay for later layers
-    under the name `link`.
-    """
-
-    part = "gemma4:NormedValueAttention"
-
-    link: str = ""
-
-
-@attrs.frozen(kw_only=True)
-class SharedKeysSpec(NormedValueSpec):
-    """Specification for attention with an earlier layer's keys and values, named `link`."""
-
-    part = "gemma4:SharedKeysAttention"
-    is_linked = True
+from drawloom.components.model.decoder.specs import MixerSpec, PartSpec, RecurrentSpec
 
 
 @attrs.frozen(kw_only=True)

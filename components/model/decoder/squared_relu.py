@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from drawloom.components.model.decoder.expert_config import MoeConfig
-from drawloom.components.model.decoder.expert_specs import LatentExpertSpec
+from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.model.decoder.experts import SparseMoeBlock
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.layers import Linear
@@ -22,9 +22,10 @@ class SquaredReluMlp(GatedMlp):
 class LatentMoeBlock(SparseMoeBlock):
     """Experts whose inputs and outputs have fewer channels; the shared experts have all."""
 
-    def __init__(self, architecture: MoeConfig, spec: LatentExpertSpec, kernels: Kernels) -> None:
+    def __init__(self, architecture: MoeConfig, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__(architecture, spec, kernels)
-        outer, latent = architecture.hidden_size, spec.latent_width
+        outer = architecture.hidden_size
+        latent = spec.latent_width or outer
         self.fc1_latent_proj = Linear(outer, latent, kernels, style="whole")
         self.fc2_latent_proj = Linear(latent, outer, kernels, style="whole", is_residual=True)
 

@@ -80,7 +80,7 @@ def find_model_parts(whole: Any) -> Parts:
 
 @attrs.define
 class CallOrder:
-    """Names of modules outside of the layers that were called before these, and after them."""
+    """Names of modules outside the layers, called before these and after them."""
 
     before: dict[str, None] = attrs.field(factory=dict)
     after: dict[str, None] = attrs.field(factory=dict)
@@ -99,7 +99,7 @@ class CallOrder:
 
 @contextmanager
 def record_call_order(whole: nn.Module, parts: Parts) -> Iterator[CallOrder]:
-    """Record the order of calls of modules outside of the layers."""
+    """Record when modules outside the layers are called."""
     order = CallOrder()
     calls = order.before
 
