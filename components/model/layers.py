@@ -18,7 +18,6 @@ from drawloom.ports import (
     MATRIX_ROLE,
     RESIDUAL_BIAS_ROLE,
     RESIDUAL_ROLE,
-    SCALE_ROLE,
     TABLE_ROLE,
     Head,
     HeadLayer,
@@ -117,7 +116,7 @@ class RMSNorm(nn.Module):
         return self.kernels.rms_norm(x, self.weight, self.eps, self.zero_centered)
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        return {"weight": Role(False, 0.0) if self.zero_centered else SCALE_ROLE}
+        return {"weight": Role(False, 0.0)} if self.zero_centered else {}
 
 
 class ProjectionNorm(RMSNorm, TensorParallel):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,9 +20,9 @@ from drawloom.components.model.fallback.build import (
     has_transformers_classifier,
     load_transformers_config,
 )
-from drawloom.components.model.fallback.checks import EXPERT_COUNTS, Verdict, run_self_check
+from drawloom.components.model.fallback.checks import EXPERT_COUNTS, run_self_check
 from drawloom.components.model.fallback.module import TransformersLM
-from drawloom.components.model.fallback.parts import SelfCheckError, first_config_value, mask_layer_number
+from drawloom.components.model.fallback.parts import Parts, SelfCheckError, first_config_value, mask_layer_number
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.load import open_and_check_folder
 from drawloom.ports import (
@@ -79,7 +79,7 @@ class Transformers(FolderModel):
 
     def check_model(self) -> None:
         """Raise UserError for a model that fails a check, or a tokenizer with more ids than the vocabulary."""
-        _ = self._self_check_result
+        _ = self._parts
         if self.weights:
             open_and_check_folder(self.path, self._build_on_meta(), self.hugging_face_mapper().inverse())
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size:
@@ -93,8 +93,8 @@ class Transformers(FolderModel):
         return load_transformers_config(self.path)
 
     @cached_property
-    def _self_check_result(self) -> Verdict:
-        """The self-check's result. Raises UserError if the model fails."""
+    def _parts(self) -> Parts:
+        """The parts that the self-check found. Raises UserError if the model fails."""
         try:
             return run_self_check(self._config)
         except SelfCheckError as error:
@@ -128,16 +128,16 @@ class Transformers(FolderModel):
     @property
     def position_count(self) -> int | None:
         longest = self.max_sequence_length
-        parts = [self._meta_model.get_submodule(name) for name in self._self_check_result.parts.before]
+        parts = [self._meta_model.get_submodule(name) for name in self._parts.before]
         tables = [part for whole in parts for part in whole.modules() if isinstance(part, nn.Embedding)]
         # OPT's table has two more rows; other tables, such as for types of tokens, are smaller.
         return longest if longest and any(longest <= table.num_embeddings <= longest + 2 for table in tables) else None
 
     def build(self, span: LayerRange) -> nn.Module:
-        reason = self._self_check_result.no_stages
+        reason = self._parts.no_stages
         if reason and not (span.embedding and span.head):
             raise self._create_check_error("stages", f"{reason}, so that it has only one pipeline stage")
-        module = TransformersLM(build_meta_model(self._config), self._self_check_result.parts, span, self.kernels)
+        module = TransformersLM(build_meta_model(self._config), self._parts, span, self.kernels)
         if (device := torch.get_default_device()).type != "meta":
             allocate_parameters(module, device)
         return module
@@ -148,7 +148,7 @@ class Transformers(FolderModel):
     def initialize_parameter(
         self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
     ) -> None:
-        constant = self._self_check_result.constants.get(mask_layer_number(name))
+        constant = self._parts.constants.get(mask_layer_number(name))
         std = first_config_value(self._config, "initializer_range", "init_std") or 0.02
         role = Role(False, "normal" if constant is None else constant)
         fill_with_initial_weights(
@@ -170,9 +170,8 @@ class Transformers(FolderModel):
 
     def _estimate_parameter_uses(self, name: str, parameter: Tensor, role: Role) -> float:
         """Return how often a token is multiplied by a parameter, a fraction for experts: chosen / all."""
-        parts = self._self_check_result.parts
-        if name == f"{parts.embedding}.weight":
-            return float(parts.tied)
+        if name == f"{self._parts.embedding}.weight":
+            return float(self._parts.tied)
         experts: int | None = first_config_value(self._config, *EXPERT_COUNTS)
         if ".experts." in name and parameter.ndim > 1 and experts:
             return float(first_config_value(self._config, *CHOSEN_EXPERTS) or experts) / experts
@@ -180,28 +179,21 @@ class Transformers(FolderModel):
 
     def _count_pair_flops(self) -> dict[int | None, float]:
         """Return FLOPs per query-key pair, summed over layers, by window (None: full attention)."""
-        config = self._config
-        heads = first_config_value(config, "num_attention_heads")
-        width = first_config_value(config, "head_dim") or first_config_value(config, "hidden_size") // heads
+        get = partial(first_config_value, self._config)
+        heads = get("num_attention_heads")
+        width = get("head_dim") or get("hidden_size") // heads
         both = 2 * width
-        if rope_width := first_config_value(config, "qk_rope_head_dim"):
-            both = (
-                (first_config_value(config, "qk_nope_head_dim") or 0)
-                + rope_width
-                + (first_config_value(config, "v_head_dim") or width)
-            )
-        kinds = first_config_value(config, "layer_types") or ["full_attention"] * self.num_hidden_layers
+        if rope_width := get("qk_rope_head_dim"):
+            both = (get("qk_nope_head_dim") or 0) + rope_width + (get("v_head_dim") or width)
         flops: dict[int | None, float] = {}
-        for kind in kinds:
-            window = first_config_value(config, "sliding_window") if kind == "sliding_attention" else None
+        for kind in get("layer_types") or ["full_attention"] * self.num_hidden_layers:
+            window = get("sliding_window") if kind == "sliding_attention" else None
             flops[window] = flops.get(window, 0.0) + 2.0 * heads * both
         return flops
 
     def hugging_face_config(self) -> ConfigJson:
         # A file may leave the tie out, and adapters of a table depend on it.
-        return read_config_json(locate_config_json(self.path)) | {
-            "tie_word_embeddings": self._self_check_result.parts.tied
-        }
+        return read_config_json(locate_config_json(self.path)) | {"tie_word_embeddings": self._parts.tied}
 
     def hugging_face_mapper(self) -> Mapper:
         names = [*persistent_tensors(self._build_on_meta())]
@@ -210,7 +202,8 @@ class Transformers(FolderModel):
         except SelfCheckError as error:
             raise self._create_check_error(error.check, error.reason) from error
 
-    def _build_on_meta(self) -> TransformersLM:
+    def _build_on_meta(self) -> nn.Module:
         """Build drawloom's span with all layers on the meta device."""
         span = LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
-        return TransformersLM(build_meta_model(self._config), self._self_check_result.parts, span, self.kernels)
+        with torch.device("meta"):
+            return self.build(span)

@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.split_experts import ExpertParallel
-from drawloom.ports import BIAS_ROLE, Dispatcher, Kernels, Mesh, Role
+from drawloom.ports import Dispatcher, Kernels, Mesh, Role
 
 
 class SharedGate(Linear):
@@ -99,9 +99,7 @@ class Experts(ExpertParallel):
         visited, (first, last) = self.spec.choices / self.spec.experts, self.matrices
         return {
             first: Role(True, "normal", visited),
-            f"{first}_bias": BIAS_ROLE,
             last: Role(True, "normal", visited, is_residual=True),
-            f"{last}_bias": BIAS_ROLE,
         }
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:

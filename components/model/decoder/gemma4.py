@@ -1,6 +1,5 @@
 """Parts of Gemma 4: normed values, shared keys, experts between norms, per-layer embeddings and bounded logits."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from drawloom.components.model.decoder.router import ExpertChoices, Router
 from drawloom.components.model.decoder.specs import AttentionSpec, LayerContext
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor_ranks import TensorParallel
-from drawloom.ports import SCALE_ROLE, Finish, Head, Kernels, LayerRange, Role, TokenContext
+from drawloom.ports import Finish, Head, Kernels, LayerRange, TokenContext
 
 
 class CappedCausalLM(CausalLM):
@@ -108,9 +107,6 @@ class NormedRouter(Router):
         normed = self.kernels.rms_norm(hidden, self.scale * hidden.shape[-1] ** -0.5, self.routing.eps)
         chosen, best = super().forward(normed, weights, padding)
         return ExpertChoices(chosen, best * self.per_expert_scale.to(best.dtype)[chosen])
-
-    def parameter_roles(self) -> Mapping[str, Role]:
-        return {**super().parameter_roles(), "scale": SCALE_ROLE, "per_expert_scale": SCALE_ROLE}
 
 
 class NormedMoeBlock(SparseMoeBlock):

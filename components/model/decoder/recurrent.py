@@ -19,7 +19,7 @@ from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor_ranks import TensorParallel
-from drawloom.ports import BIAS_ROLE, SCALE_ROLE, Kernels, Role
+from drawloom.ports import Kernels, Role
 
 KEY_EPS = 1e-6
 """Constant added to the sum of squares by which queries and keys are divided, as in transformers."""
@@ -215,10 +215,6 @@ class StateSpaceMixer(GatedDeltaNet):
     def split_dims(self) -> Mapping[str, SplitDim]:
         biases = {f"conv_{name}_bias": SplitDim(0, unit) for name, unit in self.units.items()}
         return {**super().split_dims(), "D": SplitDim(0, self.group), **(biases if self.spec.conv_bias else {})}
-
-    def parameter_roles(self) -> Mapping[str, Role]:
-        biases = {f"conv_{name}_bias": BIAS_ROLE for name in self.units}
-        return {**super().parameter_roles(), **biases, "D": SCALE_ROLE}
 
 
 class ShortConvolution(TensorParallel):

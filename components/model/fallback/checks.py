@@ -87,24 +87,11 @@ class PlainKernels:
         return create_causal_document_mask(documents, window)
 
 
-@attrs.frozen
-class Verdict:
+def run_self_check(config: Any) -> Parts:
     """
-    Result of a passed self-check: its parts, and why it can't be a pipeline's stages, or "".
+    Check transformers' model of a config, and return its parts.
 
-    `constants` maps names without layer numbers to the initial value of parameters that start at a constant.
-    """
-
-    parts: Parts
-    no_stages: str
-    constants: Mapping[str, float]
-
-
-def run_self_check(config: Any) -> Verdict:
-    """
-    Check transformers' model of a config. Raises SelfCheckError with the failed check's name: `build`, `layers`,
-    `keyword`, `packing`, `head` or `weights`.
-
+    Raises SelfCheckError with the failed check's name: `build`, `layers`, `keyword`, `packing`, `head` or `weights`.
     Packed documents are computed by drawloom, and compared with every document alone in transformers.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -124,7 +111,8 @@ def run_self_check(config: Any) -> Verdict:
             hidden = comparison.check_hidden_states()
             comparison.check_logits_and_head()
             comparison.check_weights()
-            return Verdict(comparison.parts, comparison.find_stage_fault(hidden), constants)
+            why = comparison.find_stage_fault(hidden)
+            return attrs.evolve(comparison.parts, no_stages=why, constants=constants)
 
 
 def _build_shrunken_reference(config: Any) -> Any:

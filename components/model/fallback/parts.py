@@ -1,7 +1,7 @@
 """The parts of a transformers model: base model, embedding, layers and head, by name."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,7 +26,9 @@ class Parts:
     Names of a causal LM's parts, which differ between families: `model.layers`, `transformer.h`.
 
     The modules `before` the layers, except for the embedding, and `after` them belong to the first and last stage. A
-    `plain_head` is a linear layer; logits of other heads are computed by transformers.
+    `plain_head` is a linear layer; logits of other heads are computed by transformers. `no_stages` is why the model
+    can't be several pipeline stages, or "". `constants` maps names without layer numbers to the initial value of
+    parameters that start at a constant.
     """
 
     base: str
@@ -37,6 +39,8 @@ class Parts:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     plain_head: bool = True
+    no_stages: str = ""
+    constants: Mapping[str, float] = attrs.field(factory=dict)
 
 
 def get_first_line(error: Exception) -> str:
