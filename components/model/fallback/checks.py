@@ -1,9 +1,9 @@
 """Self-check of a transformers model on a shrunken config, in float64 on the CPU, before it is used."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import attrs
 import torch
@@ -28,8 +28,6 @@ from drawloom.components.weights.convert import convert_tensors, persistent_tens
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.ports import ConfigJson, LayerRange, Settings, TokenContext
-
-T = TypeVar("T")
 
 LENGTHS = (9, 7, 13)
 """Tokens of the packed documents; the longest one is longer than three windows."""
@@ -117,21 +115,13 @@ def run_self_check(config: Any) -> Parts:
 
 def _build_shrunken_reference(config: Any) -> Any:
     """Build the shrunken model with transformers' eager attention and experts; others lack float64."""
-    try:
+    with convert_errors("build"):
         small = shrink_config(config)
         empty = build_meta_model(small)
         find_model_parts(empty)
         if (count := sum(parameter.numel() for parameter in empty.parameters())) > MAX_PARAMETERS:
             raise SelfCheckError("build", f"the model has {count} parameters even with small sizes")
         return build_transformers_model(small, "eager", experts="eager").eval()
-    except SelfCheckError:
-        raise
-    except Exception as error:  # transformers checks values in many ways
-        if isinstance(error, KeyError) and error.args == (NAME,):
-            raise SelfCheckError(
-                "keyword", "the model does not compute attention by transformers' attention functions"
-            ) from error
-        raise SelfCheckError("build", get_first_line(error)) from error
 
 
 class Comparison:
@@ -143,8 +133,8 @@ class Comparison:
         self.count = len(reference.get_submodule(self.parts.layers))
         self.tokens = torch.randint(1, first_config_value(reference.config, "vocab_size"), (sum(LENGTHS),))
         rows: Sequence[Tensor] = torch.split(self.tokens, list(LENGTHS))
-        with record_call_order(reference, self.parts) as order:
-            self.alone = [compute_or_fail("build", partial(self._compute_reference, row)) for row in rows]
+        with record_call_order(reference, self.parts) as order, convert_errors("build"):
+            self.alone = [self._compute_reference(row) for row in rows]
         self.parts = order.add_to_parts(reference, self.parts)
         self.shared = create_packed_context()
 
@@ -158,7 +148,8 @@ class Comparison:
         """Compare packed documents' hidden states with transformers'; return them, (1, length, hidden_size)."""
         whole = self._build_stage_module(0, self.count)
         documents = RowAttention(whole.kernels, self.shared)
-        hidden = compute_or_fail("keyword", lambda: whole.run_base_model(self.tokens[None], self.shared, documents))
+        with convert_errors("keyword"):
+            hidden = whole.run_base_model(self.tokens[None], self.shared, documents)
         if documents.calls == 0:
             raise SelfCheckError("keyword", "no layer calls transformers' attention functions")
         expected = torch.cat([states for states, _ in self.alone], 1)
@@ -176,15 +167,16 @@ class Comparison:
     def _check_logits_close(self) -> None:
         """Raise SelfCheckError if logits for the packed row differ from transformers' for single documents."""
         whole = self._build_stage_module(0, self.count)
-        compute = partial(whole, self.tokens[None], self.shared, lambda hidden, head: head.logits(hidden))
-        expected = torch.cat([logits for _, logits in self.alone], 1)
-        _assert_close("head", compute_or_fail("head", compute), expected, "logits differ")
+        with convert_errors("head"):
+            logits = whole(self.tokens[None], self.shared, lambda hidden, head: head.logits(hidden))
+        _assert_close("head", logits, torch.cat([alone for _, alone in self.alone], 1), "logits differ")
 
     def check_weights(self) -> None:
         """Raise SelfCheckError if converting parameters to tensors on disk and back changes them."""
         tensors = persistent_tensors(self._build_stage_module(0, self.count))
         mapper = create_conversion_mapper(self.reference, [*tensors])
-        again = compute_or_fail("weights", lambda: convert_tensors(mapper.inverse(), convert_tensors(mapper, tensors)))
+        with convert_errors("weights"):
+            again = convert_tensors(mapper.inverse(), convert_tensors(mapper, tensors))
         if wrong := [name for name, tensor in tensors.items() if not torch.equal(again[name], tensor)]:
             raise SelfCheckError("weights", f"{wrong[0]} changes when it is converted to files and back")
 
@@ -196,10 +188,11 @@ class Comparison:
         if common := sorted(names & {name for name, _ in second.named_parameters()}):
             return f"{common[0]} is outside of layers"
         try:
-            outputs = second(first(self.tokens[None], self.shared), self.shared)
-            _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
-        except Exception as error:
-            return error.reason if isinstance(error, SelfCheckError) else get_first_line(error)
+            with convert_errors("stages"):
+                outputs = second(first(self.tokens[None], self.shared), self.shared)
+                _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
+        except SelfCheckError as error:
+            return error.reason
         return ""
 
     def _build_stage_module(self, first: int, last: int) -> TransformersLM:
@@ -218,13 +211,17 @@ def create_packed_context() -> TokenContext:
     return TokenContext(positions[None], numbers[None])
 
 
-def compute_or_fail(check: str, compute: Callable[[], T]) -> T:
-    """Return `compute()`; turn any exception into a SelfCheckError with the check's name."""
+@contextmanager
+def convert_errors(check: str) -> Iterator[None]:
+    """Turn any exception into a SelfCheckError with the check's name."""
     try:
-        return compute()
+        yield
     except SelfCheckError:
         raise
     except Exception as error:  # any model of transformers
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            why = "the model does not compute attention by transformers' attention functions"
+            raise SelfCheckError("keyword", why) from error
         raise SelfCheckError(check, get_first_line(error)) from error
 
 
