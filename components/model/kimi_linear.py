@@ -1,7 +1,6 @@
 """The component `model.kimi_linear`: Kimi Linear (Kimi team 2025, arXiv 2510.26692)."""
 
 from collections.abc import Iterator
-from typing import Literal
 
 from drawloom import component
 from drawloom.components.model.decoder.declarations import (
@@ -12,9 +11,9 @@ from drawloom.components.model.decoder.declarations import (
     ChannelDeltaSpec,
     DecoderBuilder,
     Family,
+    LinearLayersConfig,
     PartSpec,
     config_class,
-    layer_types_setting,
     size_setting,
 )
 from drawloom.components.model.glm4_moe_lite import Glm4MoeLiteConfig
@@ -31,7 +30,7 @@ NESTED = {
 
 
 @config_class
-class KimiLinearConfig(Glm4MoeLiteConfig):
+class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
     """Config of Kimi Linear: latent attention without positions, and Kimi Delta Attention in other layers."""
 
     unused_keys = (*NO_POSITIONS, "rope_interleave")
@@ -52,10 +51,8 @@ class KimiLinearConfig(Glm4MoeLiteConfig):
         **MIXTRAL_EXPERTS,
     }
 
-    layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
     linear_num_heads: int = size_setting("num_attention_heads", "number of heads in linear layers", default=32)
     linear_head_dim: int = size_setting("head_dim", "width of keys and values in linear layers", default=128)
-    linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
     q_lora_rank: int = 0
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:

@@ -27,6 +27,8 @@ from drawloom.ports import (
     TokenLosses,
 )
 
+Style = Literal["colwise", "rowwise", "whole"]
+
 VOCABULARY = SplitDim(0, uneven=True)
 """Split of a table's rows among ranks; cross entropy and lookups accept parts of any size."""
 
@@ -50,7 +52,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         outputs: int,
         kernels: Kernels,
         bias: bool = False,
-        style: Literal["colwise", "rowwise", "whole"] = "colwise",
+        style: Style = "colwise",
         unit: int = 1,
         uneven: bool = False,
         is_residual: bool = False,
@@ -58,7 +60,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         super().__init__(inputs, outputs, bias)
         self.is_residual = is_residual
         self.kernels = kernels
-        self.style: Literal["colwise", "rowwise", "whole"] = style
+        self.style: Style = style
         self.unit = unit
         self.uneven = uneven
 

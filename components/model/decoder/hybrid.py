@@ -32,14 +32,20 @@ NO_POSITIONS = "rope_theta", "rope_scaling"
 
 
 @config_class
-class DeltaConfig(DecoderConfig):
-    """Config for a decoder whose linear_attention layers have a gated delta net instead of attention."""
+class LinearLayersConfig(DecoderConfig):
+    """Config for a decoder whose linear_attention layers have a recurrent part instead of attention."""
+
+    layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
+    linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
+
+
+@config_class
+class DeltaConfig(LinearLayersConfig):
+    """Config for a decoder whose linear_attention layers have a gated delta net."""
 
     multiples = (("linear_num_value_heads", "linear_num_key_heads"),)
 
-    layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
     attention_bias: bool = setting(ATTENTION_BIAS, default=False)
-    linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
     linear_key_head_dim: int = size_setting("head_dim", "width of a key head in gated delta nets", default=128)
     linear_value_head_dim: int = size_setting("head_dim", "width of a value head in gated delta nets", default=128)
     linear_num_key_heads: int = size_setting(
