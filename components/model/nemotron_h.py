@@ -84,7 +84,7 @@ class NemotronHConfig(SigmoidExpertsConfig):
     @property
     def expert_spec(self) -> ExpertSpec:
         spec = attrs.evolve(super().expert_spec, activation=SquaredRelu(), latent_width=self.moe_latent_size)
-        return spec if self.moe_latent_size is None else attrs.evolve(spec, part="squared_relu:LatentMoeBlock")
+        return spec if self.moe_latent_size is None else attrs.evolve(spec, part="experts:LatentMoeBlock")
 
     @property
     def delta(self) -> StateSpaceSpec:

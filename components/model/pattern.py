@@ -17,7 +17,7 @@ from drawloom.components.model.decoder.declarations import (
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.hybrid import DeltaConfig
+from drawloom.components.model.decoder.layer_types import DeltaConfig
 from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, ShortConvSpec, StateSpaceSpec
 from drawloom.ports import Settings
 

@@ -21,8 +21,13 @@ from drawloom.components.model.fallback.build import (
     load_transformers_config,
 )
 from drawloom.components.model.fallback.checks import EXPERT_COUNTS, run_self_check
-from drawloom.components.model.fallback.module import TransformersLM
-from drawloom.components.model.fallback.parts import Parts, SelfCheckError, first_config_value, mask_layer_number
+from drawloom.components.model.fallback.module import (
+    Parts,
+    SelfCheckError,
+    TransformersLM,
+    first_config_value,
+    mask_layer_number,
+)
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.load import open_and_check_folder
 from drawloom.ports import (

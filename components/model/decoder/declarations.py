@@ -5,7 +5,6 @@ from drawloom.components.model.decoder.config import *
 from drawloom.components.model.decoder.expert_config import *
 from drawloom.components.model.decoder.expert_specs import *
 from drawloom.components.model.decoder.family import *
-from drawloom.components.model.decoder.hybrid import *
 from drawloom.components.model.decoder.layer_types import *
 from drawloom.components.model.decoder.mixer_specs import *
 from drawloom.components.model.decoder.rope import *

@@ -1,4 +1,8 @@
-"""Mixture of experts: a router, and the experts that it sends tokens to."""
+"""
+Mixture of experts: a router, and the experts that it sends tokens to.
+
+Nemotron 3 has networks without a gate, and experts between projections to fewer channels.
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -9,6 +13,7 @@ from torch import Tensor, nn
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.expert_specs import ExpertSpec
+from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
@@ -133,3 +138,26 @@ class Experts(ExpertParallel):
     def multiply_by_weight(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Compute `project` without adapters; features replace this method."""
         return self.kernels.grouped_gemm(rows, getattr(self, name), ends, transposed=True)
+
+
+class SquaredReluMlp(GatedMlp):
+    """down_proj(relu(up_proj(x)) ** 2)."""
+
+    inner_projections = ("up_proj",)
+
+    def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.up_proj(hidden).relu().square())  # type: ignore[no-any-return]
+
+
+class LatentMoeBlock(SparseMoeBlock):
+    """Experts whose inputs and outputs have fewer channels; the shared experts have all."""
+
+    def __init__(self, architecture: DecoderConfig, spec: ExpertSpec, kernels: Kernels) -> None:
+        super().__init__(architecture, spec, kernels)
+        outer = architecture.hidden_size
+        latent = spec.latent_width or outer
+        self.fc1_latent_proj = Linear(outer, latent, kernels, style="whole")
+        self.fc2_latent_proj = Linear(latent, outer, kernels, style="whole", is_residual=True)
+
+    def apply_experts(self, hidden: Tensor, choices: Tensor, scale: Tensor) -> Tensor:
+        return self.fc2_latent_proj(super().apply_experts(self.fc1_latent_proj(hidden), choices, scale))  # type: ignore[no-any-return]

@@ -102,7 +102,7 @@ class MlpSpec(PartSpec):
 
     @property
     def part(self) -> str:
-        return "squared_relu:SquaredReluMlp" if self.activation == "relu2" else "mlp:GatedMlp"
+        return "experts:SquaredReluMlp" if self.activation == "relu2" else "mlp:GatedMlp"
 
 
 @attrs.frozen

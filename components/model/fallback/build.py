@@ -12,8 +12,13 @@ from torch import Tensor, nn
 
 from drawloom import UserError
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
-from drawloom.components.model.fallback.module import NAME, register_attention
-from drawloom.components.model.fallback.parts import SelfCheckError, get_first_line, mask_layer_number
+from drawloom.components.model.fallback.module import (
+    NAME,
+    SelfCheckError,
+    get_first_line,
+    mask_layer_number,
+    register_attention,
+)
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.ports import Mapper, TensorGroup

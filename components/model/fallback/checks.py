@@ -14,10 +14,12 @@ from drawloom.components.model.fallback.build import (
     build_transformers_model,
     create_conversion_mapper,
 )
-from drawloom.components.model.fallback.module import NAME, RowAttention, TransformersLM
-from drawloom.components.model.fallback.parts import (
+from drawloom.components.model.fallback.module import (
+    NAME,
     Parts,
+    RowAttention,
     SelfCheckError,
+    TransformersLM,
     find_model_parts,
     first_config_value,
     get_first_line,
