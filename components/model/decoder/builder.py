@@ -153,9 +153,6 @@ def _read_and_override_config(family: Family, settings: Settings) -> DecoderConf
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
 
 
-NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
-
-
 @component_base_class
 class DecoderModel:
     """Model of a decoder: its modules, initial weights and files follow from its family and its config."""
@@ -196,17 +193,10 @@ class DecoderModel:
         """The settings of the config, by key; None for those that are left out."""
         raise NotImplementedError
 
-    def build_architecture(self) -> DecoderConfig:
-        """Return the config for the settings and the tokenizer's size. Raises UserError for invalid settings."""
-        tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
-        return build_architecture_from_settings(
-            self.family, self.config_settings, tokens, count_new_tokens(self.new_tokens)
-        )
-
     @classmethod
     def find_split_faults(cls, node: Any, dimension: str, ranks: int) -> Iterator[str]:
         if dimension == "tensor" and node.settings["new_tokens"]:
-            yield NEW_TOKENS_ARE_WHOLE
+            yield "the rows of new tokens can't be shared"
         if (family := cls.find_family(node)) is not None:
             yield from family.config.find_split_faults(cls.read_sizes(node), dimension, ranks)
 
@@ -226,8 +216,15 @@ class DecoderModel:
 
     @cached_property
     def architecture(self) -> DecoderConfig:
-        """The config, computed on first use, because the tokenizer reads a file."""
-        return self.build_architecture()
+        """
+        The config for the settings and the tokenizer's size, computed on first use, because the tokenizer reads a file.
+
+        Raises UserError for invalid settings.
+        """
+        tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
+        return build_architecture_from_settings(
+            self.family, self.config_settings, tokens, count_new_tokens(self.new_tokens)
+        )
 
     @property
     def scaling(self) -> ModelScaling:
