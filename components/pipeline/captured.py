@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from drawloom import Every, NodeView, Problem, UserError, component, internal
-from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.pipeline.runtime.stage_runner import (
     StageRunner,
     detach_leaf,
@@ -254,9 +253,9 @@ class GradientSums:
                 self._sums[parameter] = parameter.grad.contiguous()  # kernels only add to contiguous tensors
 
     def add_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add parameters without a gradient yet."""
+        """Add trained parameters without a gradient yet."""
         for parameter in parameters:
-            if parameter not in self._sums:
+            if parameter.requires_grad and parameter not in self._sums:
                 sums = torch.zeros(parameter.shape, dtype=parameter.grad_dtype, device=parameter.device)
                 self._sums[parameter] = sums
 
@@ -350,6 +349,11 @@ class StageGraphs:
     _graphs: dict[Place, MicrobatchGraphs] = attrs.field(factory=dict)
     _warned: bool = False
 
+    @cached_property
+    def gathered(self) -> Sequence[nn.Parameter]:
+        """The parameters that ranks gather from slices before a pass; none without slices."""
+        return [] if self.stage.shards is None else self.stage.shards.list_gathered_parameters()
+
     def list_missing(self, places: Iterable[Place]) -> list[Place]:
         """Return the places without graphs, if the first microbatch is known."""
         known = self._first is not None
@@ -361,9 +365,8 @@ class StageGraphs:
 
         In a program's order: later microbatches read parameters where the first one's passes have gathered them.
         """
-        shards = self.stage.shards
         own = [*self.stage.module.parameters(), *self.stage.masters.values()]
-        holders = list(dict.fromkeys([*own, *(shards.list_gathered_parameters() if shards else [])]))
+        holders = list(dict.fromkeys([*own, *self.gathered]))
         for place in self.list_missing(places):
             example, split = self._first
             while len(self._records) <= place.slot:
@@ -414,7 +417,9 @@ class CapturedRunner(StageRunner):
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
-        if (cache := _find_recordable_cache(inputs, shared)) is not None:
+        # Parameters are gathered anew for a pass, so a graph would not find them at their address.
+        cache = None if self.graphs.gathered else _find_recordable_cache(inputs, shared)
+        if cache is not None:
             cache.begin_fixed_pass(inputs.device)
             if (token_pass := self.graphs.get_token_pass_or_prepare(cache, len(inputs))) is not None:
                 return token_pass.run(cache, inputs, shared, finish)
@@ -522,10 +527,6 @@ class CapturedPasses(StageFeature, PassFeature):
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
         """Yield problems with ranks that graphs can't serve, adapters with dropout, and offloaded activations."""
         sizes = nodes.sizes.settings()
-        uncapturable = (dimension.name for dimension in DIMENSIONS if not dimension.can_capture)
-        if name := next((name for name in uncapturable if sizes[name] > 1), None):
-            text = f"passes with collectives of ranks along {name!r} can't be captured as CUDA graphs"
-            yield feature.problem("use", text, f"remove [{feature.name}], or write {name} = 1 in [{nodes.mesh.name}]")
         has_capacity = any(node.settings.get("capacity") for node in nodes.stages.neighbours("dispatcher"))
         if sizes["expert"] > 1 and not has_capacity:
             text = "passes in CUDA graphs can't wait for the number of rows that experts on other ranks get"
@@ -625,8 +626,8 @@ class CapturedPasses(StageFeature, PassFeature):
         if any(graphs.list_missing(wanted[index]) for index, graphs in self._graphs.items()):
             torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
             for index, graphs in self._graphs.items():
-                if len(wanted[index]) > 1 and (shards := graphs.stage.shards) is not None:
-                    self._sums.add_parameters(shards.list_gathered_parameters())
+                if len(wanted[index]) > 1:
+                    self._sums.add_parameters(graphs.gathered)
         self._sums.attach_to_parameters()
         for index, graphs in self._graphs.items():
             try:

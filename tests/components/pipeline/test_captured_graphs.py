@@ -108,9 +108,11 @@ def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, how: dict[
         ({"sizes": {"data_replicate": 2}}, CASES[2:4]),
         ({"sizes": {"data_shard": 2}}, [*CASES[:4], ("gpipe", 2, False, False, "plain")]),
         ({"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}, CASES[:3]),
+        ({"sizes": {"context": 2}}, CASES[:3]),
+        ({"sizes": {"tensor": 2}}, CASES[:3]),
         ({"sizes": {"data_shard": 2, "expert": 2}, "experts": 4}, [("gpipe", 4, False, False, "symmetric")]),
     ],
-    ids=["pipeline", "replicas", "shards", "gathered once", "experts"],
+    ids=["pipeline", "replicas", "shards", "gathered once", "context", "tensor", "experts"],
 )
 def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(
     how: dict[str, Any], cases: list[pipelines.Case]
@@ -140,6 +142,9 @@ def test_more_room_for_experts_is_recorded_anew(recorder: Recorder) -> None:
         @property
         def room(self) -> float:
             return next(room)
+
+        def grow_if_rows_were_dropped(self) -> bool:
+            return False
 
     def feature(device: Any) -> CapturedPasses:
         return CapturedPasses(device=device, limits=Every(dispatcher=Growing()))
