@@ -16,6 +16,7 @@ from drawloom.components.model.decoder.declarations import (
 )
 from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.components.model.deepseek_v32 import DeepseekV32Config
+from drawloom.components.model.glm4_moe_lite import Glm4MoeLite
 from drawloom.ports import ConfigJson, Settings
 
 FULL: Literal["full"] = "full"
@@ -82,9 +83,12 @@ class GlmMoeDsa(DecoderBuilder):
         "glm_moe_dsa",
         "GlmMoeDsaForCausalLM",
         hf_defaults={
-            **{"max_position_embeddings": 202_752, "rope_theta": 1e4, "head_dim": 64, "first_k_dense_replace": 3},
-            **{"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32},
-            **{"routed_scaling_factor": 2.5, "num_experts_per_tok": 8},
+            **Glm4MoeLite.family.hf_defaults,
+            "first_k_dense_replace": 3,
+            "q_lora_rank": 2048,
+            "index_n_heads": 32,
+            "routed_scaling_factor": 2.5,
+            "num_experts_per_tok": 8,
         },
         has_classifier=False,
     )

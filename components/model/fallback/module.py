@@ -186,22 +186,15 @@ class RowAttention:
         self.calls = 0
         self._masks: dict[int | None, Any] = {}
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, options: AttentionOptions, sinks: Tensor | None
-    ) -> Tensor:
-        """
-        Return (rows, length, heads, v_dim).
-
-        q: (rows, length, heads, head_dim); k: (rows, length, kv_heads, head_dim); v: (rows, length, kv_heads, v_dim);
-        sinks: (heads,).
-        """
+    def count_call_and_get_mask(self, window: int | None) -> Any:
+        """Count a call of attention, and return its mask, computed once per microbatch and window."""
         self.calls += 1
         if window not in self._masks:
             shared = self.shared
             self._masks[window] = self.kernels.attention_mask(
                 shared.document_ids, window, shared.part, shared.cache, shared.one_document_per_row
             )
-        return self.kernels.attention(q, k, v, self._masks[window], options, sinks)
+        return self._masks[window]
 
 
 def attend(
@@ -230,7 +223,8 @@ def attend(
         raise SelfCheckError("keyword", f"{type(module).__name__} has a mask of its own")
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     sinks = None if s_aux is None else s_aux.to(q.dtype)
-    return documents.attend(q, k, v, sliding_window, AttentionOptions(scaling, softcap), sinks), None
+    mask = documents.count_call_and_get_mask(sliding_window)
+    return documents.kernels.attention(q, k, v, mask, AttentionOptions(scaling, softcap), sinks), None
 
 
 def register_attention() -> None:
