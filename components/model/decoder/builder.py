@@ -69,8 +69,8 @@ def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool)
     yield from find_duplicate_rope_settings(given)
     if settings["config"] is not None:
         return  # the file sets everything else, and may be on another machine
-    derived = {"num_key_value_heads", "head_dim", "vocab_size"}
-    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
+    derived = ("num_key_value_heads", "head_dim", "vocab_size")
+    needed = [key for key in family.required_keys if key not in derived]
     if "moe_intermediate_size" in needed and "intermediate_size" in needed:
         needed.remove("intermediate_size")
     for key in needed:

@@ -48,6 +48,11 @@ class Family:
         return config_fields(self.config)
 
     @property
+    def required_keys(self) -> list[str]:
+        """The keys without a default."""
+        return [key for key, field in self.keys.items() if field.default is attrs.NOTHING]
+
+    @property
     def constants(self) -> ConfigJson:
         """The keys' defaults, except those that depend on other keys or on the tokenizer."""
         return {key: field.default for key, field in self.keys.items() if isinstance(field.default, int | float | None)}

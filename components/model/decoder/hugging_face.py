@@ -72,26 +72,21 @@ OTHER_KEYS = {"num_local_experts": "num_experts"}
 def read_config(family: Family, path: Path) -> DecoderConfig:
     """Read a `config.json`, or the one in a folder. Raises UserError if it is not a config of the family."""
     path = locate_config_json(path)
-    return _build_architecture(family, text_config(family, read_config_json(path)), path)
+    return _build_architecture(family, read_config_json(path), path)
 
 
-def text_config(family: Family, config: Settings) -> Settings:
+def _text_config(family: Family, config: Settings) -> Settings:
     """
     Return a multimodal model's text config, or any other config unchanged.
 
     A sequence classifier has no lm_head, so its language model uses the embedding.
     """
-    if is_sequence_classifier(config):
+    if any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ()):
         return {**config, "tie_word_embeddings": True}
     if not _is_multimodal(family, config):
         return config
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return {**config["text_config"], **tied}
-
-
-def is_sequence_classifier(config: Settings) -> bool:
-    """Return whether a `config.json` is for transformers' AutoModelForSequenceClassification."""
-    return any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
 
 
 def _is_multimodal(family: Family, config: Settings) -> bool:
@@ -113,13 +108,16 @@ def build_updated_folder_config(family: Family, path: Path, architecture: Decode
     Raises UserError if the config can't be read.
     """
     original = read_config_json(path)
-    before = family.build_config(_build_architecture(family, text_config(family, original), path))
+    before = family.build_config(_build_architecture(family, original, path))
     written = family.build_config(architecture)
     is_multimodal = _is_multimodal(family, original)
     text = _replace_changed_keys(family, original["text_config"] if is_multimodal else original, before, written)
     if text_only or not is_multimodal:
-        ids = {key: original[key] for key in TOKEN_IDS if key in original}
-        return _make_language_model_config({**ids, **text}, written, renames=text_only)
+        text = {**{key: original[key] for key in TOKEN_IDS if key in original}, **text}
+        if not text_only and any(str(name).endswith("ForCausalLM") for name in text.get("architectures") or ()):
+            return text
+        named = {key: written[key] for key in ("architectures", "model_type")}
+        return {key: value for key, value in text.items() if key not in OF_CLASSIFIERS} | named
     both = ("tie_word_embeddings", "vocab_size")
     changed = {key: written[key] for key in both if key in original and written[key] != before[key]}
     return {**original, "text_config": text, **changed}
@@ -142,17 +140,6 @@ def _replace_changed_keys(family: Family, config: Settings, before: Settings, wr
 def _list_names_in_files(family: Family) -> dict[str, str]:
     """Return our keys, by their names in files."""
     return OTHER_KEYS | {theirs: ours for ours, theirs in family.config.renamed.items()}
-
-
-def _make_language_model_config(config: ConfigJson, written: Settings, renames: bool) -> ConfigJson:
-    """
-    Return a config with a causal language model's class, without keys of classifiers; `written` has the class, which
-    also replaces another such class if `renames`.
-    """
-    if not renames and any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
-        return config
-    named = {key: written[key] for key in ("architectures", "model_type")}
-    return {key: value for key, value in config.items() if key not in OF_CLASSIFIERS} | named
 
 
 def locate_config_json(path: Path) -> Path:
@@ -180,7 +167,7 @@ def read_config_json(path: Path) -> ConfigJson:
 def _build_architecture(family: Family, config: Settings, path: Path) -> DecoderConfig:
     """Build a config object from a `config.json`; `path` is for messages. Raises UserError for an invalid one."""
     try:
-        return _convert_to_architecture(family, config)
+        return _convert_to_architecture(family, _text_config(family, config))
     except ValueError as error:
         instead = f"use the config.json of a {family.class_name} instead"
         raise UserError(f"config: {path} {error}; {instead}") from error
@@ -214,8 +201,7 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     if family.derives_head_dim:
         values = derive_head_sizes(values) | values
     # A missing rope_theta is refused, too, because transformers' default is not Qwen3's.
-    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING]
-    needed += ["rope_theta"] if "rope_theta" in family.keys else []
+    needed = [*family.required_keys, *(["rope_theta"] if "rope_theta" in family.keys else [])]
     if missing := [family.config.renamed.get(key, key) for key in needed if key not in values]:
         raise ValueError(f"lacks {', '.join(missing)}")
     architecture = family.config(**{**values, "rope_scaling": scaling})
