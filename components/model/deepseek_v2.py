@@ -3,7 +3,7 @@
 import attrs
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, Routing, config_class
+from drawloom.components.model.declarations import DecoderBuilder, Family, Routing, config_class
 from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.ports import ConfigJson
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import attrs
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
     GroupedExpertsConfig,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import attrs
 
 from drawloom import at_least, component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
     InvalidSetting,

@@ -1,7 +1,7 @@
 """The component `model.dots1`: dots.llm1 (Huo et al. 2025, arXiv 2506.05767)."""
 
 from drawloom import at_least, component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
     SigmoidExpertsConfig,

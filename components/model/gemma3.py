@@ -3,7 +3,7 @@
 import torch
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
     DecoderBuilder,
     Family,

@@ -7,7 +7,7 @@ import attrs
 from torch import Tensor
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     FULL,
     Branch,
     DecoderBuilder,

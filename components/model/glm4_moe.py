@@ -3,7 +3,7 @@
 from typing import Literal
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
     SigmoidExpertsConfig,

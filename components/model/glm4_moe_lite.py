@@ -1,7 +1,7 @@
 """The component `model.glm4_moe_lite`: GLM-4.7-Flash."""
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, config_class
+from drawloom.components.model.declarations import DecoderBuilder, Family, config_class
 from drawloom.components.model.deepseek_v3 import DeepseekV3Config
 from drawloom.ports import ConfigJson
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
     InvalidSetting,

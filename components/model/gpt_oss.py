@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import attrs
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
     ClampedSwiGlu,
     DecoderBuilder,
@@ -15,12 +15,14 @@ from drawloom.components.model.decoder.declarations import (
     LayerTypesConfig,
     Routing,
     SlidingTypes,
+    chunk,
+    concatenate_blocks,
     config_class,
     layer_types_setting,
+    sequential,
     training_setting,
+    transpose,
 )
-from drawloom.components.weights.mapper import sequential
-from drawloom.components.weights.mapper_ops import chunk, concatenate_blocks, transpose
 from drawloom.ports import ConfigJson, Mapper
 
 

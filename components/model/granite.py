@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from drawloom import above, component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     Family,
     ParametrizedBuilder,
     config_class,

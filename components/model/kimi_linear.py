@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     FULL,
     LINEAR,
     MIXTRAL_EXPERTS,
@@ -14,11 +14,11 @@ from drawloom.components.model.decoder.declarations import (
     LinearLayersConfig,
     PartSpec,
     config_class,
+    sequential,
     size_setting,
+    unsqueeze,
 )
 from drawloom.components.model.glm4_moe_lite import Glm4MoeLiteConfig
-from drawloom.components.weights.mapper import sequential
-from drawloom.components.weights.mapper_ops import unsqueeze
 from drawloom.ports import ConfigJson, Mapper
 
 NESTED = {

@@ -4,19 +4,21 @@ from collections.abc import Iterator
 from typing import Literal
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     FULL,
     DecoderBuilder,
     DecoderConfig,
     Family,
     PartSpec,
     ShortConvSpec,
+    concatenate,
     config_class,
     layer_types_setting,
+    rename,
+    sequential,
     size_setting,
+    unsqueeze,
 )
-from drawloom.components.weights.mapper import sequential
-from drawloom.components.weights.mapper_ops import concatenate, rename, unsqueeze
 from drawloom.ports import ConfigJson, Mapper
 
 

@@ -1,7 +1,7 @@
 """The component `model.minimax_m2`: MiniMax M2 (MiniMax 2025)."""
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     MIXTRAL_EXPERTS,
     DecoderBuilder,
     ExpertsConfig,

@@ -6,7 +6,7 @@ from typing import Literal
 import attrs
 
 from drawloom import at_least, component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     FULL,
     LINEAR,
     NO_POSITIONS,
@@ -19,12 +19,13 @@ from drawloom.components.model.decoder.declarations import (
     SigmoidExpertsConfig,
     SquaredRelu,
     StateSpaceSpec,
+    concatenate,
     config_class,
+    sequential,
     size_setting,
     training_setting,
+    unsqueeze,
 )
-from drawloom.components.weights.mapper import sequential
-from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
 from drawloom.ports import ConfigJson, Mapper
 
 TYPES = {"M": LINEAR, "mamba": LINEAR, "*": FULL, "attention": FULL, "E": "moe", "-": "mlp"}

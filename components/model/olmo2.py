@@ -1,7 +1,7 @@
 """The component `model.olmo2`: OLMo 2 (OLMo team 2025, arXiv 2501.00656)."""
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
     DecoderBuilder,
     DecoderConfig,

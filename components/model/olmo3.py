@@ -1,7 +1,7 @@
 """The component `model.olmo3`: OLMo 3 (OLMo team 2025, arXiv 2512.13961)."""
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, RopeByTypeConfig, config_class
+from drawloom.components.model.declarations import DecoderBuilder, Family, RopeByTypeConfig, config_class
 from drawloom.components.model.olmo2 import Olmo2Config
 from drawloom.ports import ConfigJson
 

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from drawloom import at_least, component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     WINDOW,
     DecoderBuilder,
     Family,

@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Mapping
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
     InvalidSetting,
     WindowConfig,
+    concatenate,
     config_class,
     rotary_factor_setting,
 )
-from drawloom.components.weights.mapper_ops import concatenate
 from drawloom.ports import ConfigJson, Mapper, Settings
 
 EXPORTED_ROPES = ("default", "ntk", "longrope")

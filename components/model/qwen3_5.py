@@ -1,7 +1,7 @@
 """The component `model.qwen3_5`: dense Qwen3.5 for text (Qwen team 2026)."""
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import HYBRID_DEFAULTS, DecoderBuilder, Family, HybridConfig
+from drawloom.components.model.declarations import HYBRID_DEFAULTS, DecoderBuilder, Family, HybridConfig
 
 
 @component(impact="incompatible")

@@ -3,7 +3,7 @@
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     HYBRID_DEFAULTS,
     DecoderBuilder,
     ExpertSpec,

@@ -3,10 +3,15 @@
 from collections.abc import Iterator
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import HYBRID_DEFAULTS, DecoderBuilder, Family, config_class
+from drawloom.components.model.declarations import (
+    HYBRID_DEFAULTS,
+    DecoderBuilder,
+    Family,
+    concatenate_blocks,
+    config_class,
+)
 from drawloom.components.model.qwen3.moe import Qwen3MoeConfig
 from drawloom.components.model.qwen3_5_moe import Qwen35MoeConfig
-from drawloom.components.weights.mapper_ops import concatenate_blocks
 from drawloom.ports import ConfigJson, Mapper
 
 

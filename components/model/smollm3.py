@@ -5,7 +5,7 @@ from typing import Literal
 import attrs
 
 from drawloom import at_least, component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     WINDOW,
     DecoderBuilder,
     Family,

@@ -1,4 +1,4 @@
-"""Names with which a family is declared: its component, its config, and its layers' parts."""
+"""Names with which a family is declared: component, config, layers' parts, and mappers to tensors in files."""
 
 from drawloom.components.model.decoder.builder import *
 from drawloom.components.model.decoder.config import *
@@ -9,3 +9,5 @@ from drawloom.components.model.decoder.layer_types import *
 from drawloom.components.model.decoder.mixer_specs import *
 from drawloom.components.model.decoder.rope import *
 from drawloom.components.model.decoder.specs import *
+from drawloom.components.weights.mapper import *
+from drawloom.components.weights.mapper_ops import *
