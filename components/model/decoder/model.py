@@ -190,15 +190,11 @@ class CausalLM(nn.Module):
         has_own_head = span.head and not self.tied
         head = Linear(architecture.hidden_size, architecture.vocab_size, kernels, uneven=True) if has_own_head else None
         self.register_module("lm_head", head)
-        self.has_named_joins = False
 
     def name_joined_layers(self) -> None:
         """Set `joined_name` in linear layers that files rename or join with others, before layers are adapted."""
         from drawloom.components.model.decoder.mapper import create_decoder_mapper
 
-        if self.has_named_joins:
-            return
-        self.has_named_joins = True
         # Experts are many, and no linear layers.
         names = [name for name, _ in self.named_parameters() if ".experts." not in name]
         for group in create_decoder_mapper(names, self.model.architecture).groups:
