@@ -14,6 +14,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder, DecoderMod
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config, read_config_json
 from drawloom.components.weights.load import open_and_check_folder
+from drawloom.graph import component_base_class
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.ports import ADAPTER_CONFIG, Settings
 
@@ -46,13 +47,9 @@ FAMILIES: dict[str, type[DecoderBuilder]] = {
 """Model components by `model_type`."""
 
 
-@component(impact="incompatible")
-class AutoModel(DecoderModel):
-    """
-    Model from a Hugging Face folder or a run's `export/`, which decides its family, sizes and initial weights.
-
-    `[stages] weights` may replace the weights by others of the same sizes.
-    """
+@component_base_class
+class FolderModel:
+    """Model in a folder, whose config decides the layers, and whose weights are loaded."""
 
     path: Path = setting("folder with a config.json, and with safetensors files if `weights` is true")
     weights: bool = setting(
@@ -60,20 +57,19 @@ class AutoModel(DecoderModel):
     )
 
     def check_before_open(self) -> None:
-        """Raise UserError for an invalid config, a folder without weights, or a tokenizer with too many ids."""
+        """Raise UserError for an invalid folder or model, or a tokenizer with too many ids."""
         try:
             self._check_path()
-            _ = read_config(self.family, self.path)
-            if self.weights and not any(self.path.glob("*.safetensors")):
-                raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
-            if self.weights:
-                self._check_tensors()
-            _ = self.architecture  # last, so that an unreadable tokenizer does not hide other errors
+            self.check_model()
         except UserError as error:
             raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
 
+    def check_model(self) -> None:
+        """Raise UserError for a model or weights that can't be built, or a tokenizer with too many ids."""
+        raise NotImplementedError
+
     def _check_path(self) -> None:
-        """Raise UserError if the path is missing, a run folder, or a file although weights are to be loaded."""
+        """Raise UserError if the path is missing, no model's folder, or lacks the weights to load."""
         path = self.path
         if not path.exists():
             # Names of models on the hub have two parts.
@@ -87,12 +83,34 @@ class AutoModel(DecoderModel):
             raise UserError(f"{path} is a run folder; write its export, {path / 'export'}")
         if self.weights and path.is_file():
             raise UserError(f"{path} is a file, but weights are loaded from a folder; write {path.parent}")
+        read_config_json(locate_config_json(path))
+        if self.weights and not any(path.glob("*.safetensors")):
+            raise UserError(f"{path} has no safetensors files; write weights = false for random weights")
 
-    def _check_tensors(self) -> None:
-        """Raise UserError if names or shapes of the folder's tensors do not match its config."""
-        kernels: Any = None  # only a forward pass needs kernels
-        model = AutoModel(kernels=kernels, path=self.path, new_tokens=self.new_tokens)
-        open_and_check_folder(self.path, model.build_on_meta(), model.hugging_face_mapper().inverse())
+    @property
+    def initial_weights(self) -> Path | None:
+        return self.path if self.weights else None
+
+    def list_input_files(self) -> dict[str, list[Path]]:
+        return {"path": [locate_config_json(self.path)]}
+
+
+@component(impact="incompatible")
+class AutoModel(FolderModel, DecoderModel):
+    """
+    Model from a Hugging Face folder or a run's `export/`, which decides its family, sizes and initial weights.
+
+    `[stages] weights` may replace the weights by others of the same sizes.
+    """
+
+    def check_model(self) -> None:
+        """Raise UserError for an invalid config, tensors that do not match it, or a tokenizer with too many ids."""
+        _ = read_config(self.family, self.path)
+        if self.weights:
+            kernels: Any = None  # only a forward pass needs kernels
+            model = AutoModel(kernels=kernels, path=self.path, new_tokens=self.new_tokens)
+            open_and_check_folder(self.path, model.build_on_meta(), model.hugging_face_mapper().inverse())
+        _ = self.architecture  # last, so that an unreadable tokenizer does not hide other errors
 
     @classmethod
     def read_sizes(cls, node: Any) -> Settings:
@@ -113,14 +131,7 @@ class AutoModel(DecoderModel):
 
     @property
     def config_settings(self) -> Settings:
-        return dict.fromkeys((*self.family.keys, "rope_parameters")) | {"config": self.path}
-
-    @property
-    def initial_weights(self) -> Path | None:
-        return self.path if self.weights else None
-
-    def list_input_files(self) -> dict[str, list[Path]]:
-        return {"path": [locate_config_json(self.path)]}
+        return {"config": self.path}
 
 
 def _find_builder_class(path: Path) -> type[DecoderBuilder]:

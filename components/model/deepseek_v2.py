@@ -1,9 +1,10 @@
 """The component `model.deepseek_v2`: DeepSeek-V2 and V2-Lite (arXiv 2405.04434)."""
 
+import attrs
+
 from drawloom import component, setting
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, config_class
-from drawloom.components.model.decoder.expert_specs import Routing
-from drawloom.components.model.deepseek_v3 import LATENT_RENAMED, LatentConfig, read_latent_config, write_latent_config
+from drawloom.components.model.declarations import DecoderBuilder, Family, Routing, config_class
+from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.ports import ConfigJson
 
 GREEDY, GROUPED = "greedy", "group_limited_greedy"
@@ -19,28 +20,21 @@ class DeepseekV2Config(LatentConfig):
 
     @property
     def routing(self) -> Routing:
-        """Routing by softmax scores, with float32 logits, within the groups with the best experts."""
-        return Routing(
-            norm_topk_prob=False,
-            routed_scaling_factor=self.routed_scaling_factor,
-            n_group=self.n_group,
-            topk_group=self.topk_group,
-            best_in_group=1,
-            wide_logits=True,
-        )
+        """Routing by softmax scores within the groups with the best experts."""
+        return attrs.evolve(super().routing, norm_topk_prob=False, best_in_group=1)
 
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Convert greedy routing to one group of experts. Raises ValueError for other methods."""
+        method = config.get("topk_method", GREEDY)
+        if method not in (GREEDY, GROUPED):
+            raise ValueError(f"says topk_method = {method!r}, where only {GREEDY} and {GROUPED} can be built")
+        return config | ({"n_group": 1, "topk_group": 1} if method == GREEDY else {})
 
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Convert a `config.json`; greedy routing becomes one group of experts. Raises ValueError for other methods."""
-    method = config.get("topk_method", GREEDY)
-    if method not in (GREEDY, GROUPED):
-        raise ValueError(f"says topk_method = {method!r}, where only {GREEDY} and {GROUPED} can be built")
-    return read_latent_config(config) | ({"n_group": 1, "topk_group": 1} if method == GREEDY else {})
-
-
-def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
-    """Convert a `q_lora_rank` of 0 to null, and add the topk_method for the number of groups."""
-    return write_latent_config(config) | {"topk_method": GROUPED if config["n_group"] > 1 else GREEDY}
+    @classmethod
+    def write_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Add the topk_method for the number of groups."""
+        return config | {"topk_method": GROUPED if config["n_group"] > 1 else GREEDY}
 
 
 @component(impact="incompatible")
@@ -57,7 +51,4 @@ class DeepseekV2(DecoderBuilder):
         "DeepseekV2ForCausalLM",
         hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64},
         fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
-        renamed=LATENT_RENAMED,
-        read=_convert_config_from_hf,
-        write=_convert_config_to_hf,
     )

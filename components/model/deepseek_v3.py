@@ -5,23 +5,20 @@ from collections.abc import Iterator
 import attrs
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
+    GroupedExpertsConfig,
     InvalidSetting,
+    LatentSpec,
     Rope,
+    SigmoidExpertsConfig,
     config_class,
     latent_score_multiplier,
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.expert_config import (
-    RENAMED,
-    GroupedExpertsConfig,
-    SigmoidExpertsConfig,
-)
-from drawloom.components.model.decoder.mixer_specs import LatentSpec
-from drawloom.ports import AttentionOptions, ConfigJson, Settings
+from drawloom.ports import AttentionOptions, Settings
 
 
 @config_class
@@ -33,6 +30,8 @@ class LatentConfig(GroupedExpertsConfig):
     queries are projected from hidden states.
     """
 
+    renamed = GroupedExpertsConfig.renamed | {"head_dim": "qk_rope_head_dim"}
+    zero_is_null = ("q_lora_rank",)
     rope_interleave = True
 
     head_dim: int = size_setting(
@@ -88,20 +87,6 @@ class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     )
 
 
-def read_latent_config(config: ConfigJson) -> ConfigJson:
-    """Return a config whose `q_lora_rank` is 0 instead of null, because recipes have no null."""
-    return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
-
-
-def write_latent_config(config: ConfigJson) -> ConfigJson:
-    """Return a config whose `q_lora_rank` is null instead of 0."""
-    return {**config, "q_lora_rank": config["q_lora_rank"] or None}
-
-
-LATENT_RENAMED = RENAMED | {"head_dim": "qk_rope_head_dim"}
-"""Keys that have other names in a `config.json`."""
-
-
 @component(impact="incompatible")
 class DeepseekV3(DecoderBuilder):
     """
@@ -124,10 +109,7 @@ class DeepseekV3(DecoderBuilder):
             "routed_scaling_factor": 2.5,
             "num_experts_per_tok": 8,
         },
-        renamed=LATENT_RENAMED,
         other_types=("kimi_k2",),
         nested_types={"kimi_k25": "model.language_model."},
         ignored=("*vision_tower.*", "*mm_projector.*"),
-        read=read_latent_config,
-        write=write_latent_config,
     )

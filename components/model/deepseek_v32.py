@@ -5,22 +5,22 @@ from collections.abc import Iterator
 import attrs
 
 from drawloom import at_least, component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
     InvalidSetting,
+    SparseLatentSpec,
     config_class,
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.mixer_specs import SparseLatentSpec
-from drawloom.components.model.deepseek_v3 import LATENT_RENAMED, DeepseekV3, DeepseekV3Config
-from drawloom.components.model.glm4_moe_lite import read_mlp_layer_types, write_mlp_layer_types
+from drawloom.components.model.deepseek_v3 import DeepseekV3
+from drawloom.components.model.glm4_moe_lite import Glm4MoeLiteConfig
 from drawloom.ports import Settings
 
 
 @config_class
-class DeepseekV32Config(DeepseekV3Config):
+class DeepseekV32Config(Glm4MoeLiteConfig):
     """Config of DeepSeek-V3.2: latent attention to tokens chosen by an indexer."""
 
     q_lora_rank: int = size_setting("hidden_size", "width of the latent of queries", default=1536)
@@ -73,8 +73,5 @@ class DeepseekV32(DecoderBuilder):
         "deepseek_v32",
         "DeepseekV32ForCausalLM",
         hf_defaults={**DeepseekV3.family.hf_defaults, "max_position_embeddings": 163_840},
-        renamed=LATENT_RENAMED,
-        read=read_mlp_layer_types,
-        write=write_mlp_layer_types,
         has_classifier=False,
     )

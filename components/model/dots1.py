@@ -1,10 +1,12 @@
 """The component `model.dots1`: dots.llm1 (Huo et al. 2025, arXiv 2506.05767)."""
 
 from drawloom import at_least, component
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, config_class, training_setting
-from drawloom.components.model.decoder.expert_config import (
-    RENAMED,
+from drawloom.components.model.declarations import (
+    DecoderBuilder,
+    Family,
     SigmoidExpertsConfig,
+    config_class,
+    training_setting,
 )
 
 
@@ -47,6 +49,5 @@ class Dots1(DecoderBuilder):
             "num_key_value_heads": 32,
         },
         fixed={"attention_bias": False},
-        renamed=RENAMED,
         has_classifier=False,
     )

@@ -1,40 +1,36 @@
 """The component `model.gemma3`: Gemma 3 for text (Gemma team 2025, arXiv 2503.19786)."""
 
-from collections.abc import Sequence
-
 import torch
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
-    Branch,
     DecoderBuilder,
     Family,
-    LayerTypesConfig,
-    Rope,
+    Norms,
+    RopeByTypeConfig,
     SlidingTypes,
     alternate_layer_types,
     config_class,
+    fill_layer_list,
     layer_types_setting,
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.hugging_face import fill_layer_list, join_rope_by_type, split_rope_by_type
 from drawloom.ports import ConfigJson
-
-SLIDING_THETA = 1e4
 
 
 @config_class
-class GemmaConfig(LayerTypesConfig):
+class GemmaConfig(RopeByTypeConfig):
     """Config of Gemma 3 and 4: four norms per layer, layers with a window, and scaled embeddings."""
 
     qk_norm = "head"
     activation = "gelu_tanh"
+    sliding_theta_key = "rope_local_base_freq"
 
     tie_word_embeddings: bool = True
     rope_local_base_freq: float = training_setting(
-        "base of rotary positions in layers with a window", default=SLIDING_THETA, check=above(1)
+        "base of rotary positions in layers with a window", default=1e4, check=above(1)
     )
     attention_bias: bool = setting(ATTENTION_BIAS, default=False)
 
@@ -42,16 +38,9 @@ class GemmaConfig(LayerTypesConfig):
         # transformers rounds the factor to the embedding's dtype.
         return torch.tensor(self.hidden_size**0.5, device="cpu").to(dtype).item()
 
-    def rope_of(self, layer: int) -> Rope | None:
-        return (
-            super().rope_of(layer) if self.window_of(layer) is None else Rope(self.head_dim, self.rope_local_base_freq)
-        )
-
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        return (
-            Branch("input_layernorm", "self_attn", self.mixer_spec_of(layer), "post_attention_layernorm"),
-            Branch("pre_feedforward_layernorm", "mlp", self.mlp_spec_of(layer), "post_feedforward_layernorm"),
-        )
+    def norms_of(self, layer: int) -> tuple[Norms, Norms]:
+        mlp = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        return ("input_layernorm", "post_attention_layernorm"), mlp
 
 
 @config_class
@@ -72,16 +61,11 @@ class Gemma3Config(GemmaConfig):
     def attention_score_scale(self) -> float:
         return float(self.query_pre_attn_scalar**-0.5)
 
-
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Convert rope_parameters by layer type, and derive missing layer types from `sliding_window_pattern`."""
-    config = split_rope_by_type(config, "rope_local_base_freq", SLIDING_THETA)
-    return fill_layer_list(config, "layer_types", config.pop("sliding_window_pattern", None), alternate_layer_types)
-
-
-def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
-    """Convert rotary positions to rope_parameters by layer type."""
-    return join_rope_by_type(config, config["rope_local_base_freq"])
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Derive missing layer types from `sliding_window_pattern`, beside the inherited conversion."""
+        interval = config.get("sliding_window_pattern")
+        return fill_layer_list(super().read_keys(config), "layer_types", interval, alternate_layer_types)
 
 
 GELU = "gelu_pytorch_tanh"
@@ -113,6 +97,4 @@ class Gemma3(DecoderBuilder):
         derives_head_dim=False,
         nested_types={"gemma3": "model.language_model."},
         ignored=("*vision_tower.*", "*multi_modal_projector.*"),
-        read=_convert_config_from_hf,
-        write=_convert_config_to_hf,
     )

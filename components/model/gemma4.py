@@ -1,18 +1,24 @@
 """The component `model.gemma4`: Gemma 4 for text (Gemma team 2026)."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 from torch import Tensor
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     FULL,
     Branch,
     DecoderBuilder,
-    DecoderConfig,
     Family,
+    GeGlu,
     InvalidSetting,
+    MlpSpec,
+    MoeConfig,
+    NormedRouting,
+    PartSpec,
+    PerLayerInputSpec,
     Rope,
     SlidingTypes,
     alternate_layer_types,
@@ -22,15 +28,8 @@ from drawloom.components.model.decoder.declarations import (
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.expert_config import MoeConfig
-from drawloom.components.model.decoder.expert_specs import GeGlu, NormedExpertSpec, NormedRouting
-from drawloom.components.model.decoder.hugging_face import join_rope_by_type, split_rope_by_type
-from drawloom.components.model.decoder.mixer_specs import NormedValueSpec, PerLayerInputSpec, SharedKeysSpec
-from drawloom.components.model.decoder.specs import MlpSpec, PartSpec
-from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
-from drawloom.components.model.gemma3 import GELU, SLIDING_THETA, GemmaConfig
-from drawloom.components.weights.mapper_ops import identity
-from drawloom.ports import ConfigJson, Mapper, Settings
+from drawloom.components.model.gemma3 import GELU, GemmaConfig
+from drawloom.ports import ConfigJson, Settings
 
 
 @attrs.frozen
@@ -47,6 +46,9 @@ class FirstPairsRope(Rope):
 
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
+UNIFIED = {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262_144}
+"""Defaults for text models in gemma4_unified."""
+
 
 @config_class
 class Gemma4Config(GemmaConfig, MoeConfig):
@@ -58,9 +60,16 @@ class Gemma4Config(GemmaConfig, MoeConfig):
     """
 
     unused_keys = ("rope_scaling",)
-    layer_class = "scaled_layer:ScaledBlock"
-    decoder_class = "per_layer:PerLayerDecoder"
-    model_class = "capped_model:CappedCausalLM"
+    renamed = {"num_experts_per_tok": "top_k_experts"}
+    zero_is_null = EXPERTS
+    stacks_experts = True
+    renamed_tensors = {
+        r"\.feed_forward\.router\.weight$": ".router.proj.weight",
+        r"\.(feed_forward|per_layer)\.": ".",
+    }
+    layer_class = "gemma4:ScaledBlock"
+    decoder_class = "gemma4:PerLayerDecoder"
+    model_class = "gemma4:CappedCausalLM"
 
     layer_types: SlidingTypes = training_setting(
         "full_attention or sliding_attention for every layer, full for the last; default: every sixth, and the last",
@@ -115,11 +124,13 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         first, kind = self.num_hidden_layers - self.num_kv_shared_layers, self.layer_types[layer]
         return layer if layer < first else max(n for n in range(first) if self.layer_types[n] == kind)
 
-    def grouped_attention_spec_of(self, layer: int) -> NormedValueSpec:
+    def mixer_spec_of(self, layer: int) -> Any:
         source, users = self.key_layer_of(layer), map(self.key_layer_of, range(layer + 1, self.num_hidden_layers))
-        spec_class = NormedValueSpec if source == layer else SharedKeysSpec
-        spec = spec_class(
-            **attrs.asdict(super().grouped_attention_spec_of(layer), recurse=False),
+        plain: Any = super().mixer_spec_of(layer)
+        spec = attrs.evolve(
+            plain,
+            part=f"gemma4:{'NormedValueAttention' if source == layer else 'SharedKeysAttention'}",
+            is_linked=source != layer,
             link=f"keys {source}" if source != layer or layer in users else "",
         )
         if self.window_of(layer) is not None:
@@ -136,9 +147,15 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         width = self.intermediate_size * (2 if is_wide else 1)
         if not self.num_experts:
             return MlpSpec(width=width, activation=self.activation)
-        parts = {"routing": NormedRouting(eps=self.rms_norm_eps), "activation": GeGlu(), "router": "router"}
-        network = {"shared": "mlp", "shared_expert_width": width}
-        return NormedExpertSpec(**attrs.asdict(self.expert_spec, recurse=False) | parts | network)
+        return attrs.evolve(
+            self.expert_spec,
+            part="gemma4:NormedMoeBlock",
+            routing=NormedRouting(eps=self.rms_norm_eps),
+            activation=GeGlu(),
+            router="router",
+            shared="mlp",
+            shared_expert_width=width,
+        )
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         attention, mlp = super().branches_of(layer)
@@ -177,50 +194,38 @@ class Gemma4Config(GemmaConfig, MoeConfig):
             for fault in faults:
                 yield attrs.evolve(fault, key="num_global_key_value_heads", why=f"in full attention, {fault.why}")
 
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Convert transformers' sizes by layer, too. Raises ValueError for other kinds."""
+        config = super().read_keys(config)
+        full = config.get("rope_parameters") or {}
+        if (kind := full.get("rope_type", "proportional")) != "proportional" or full.get("factor", 1.0) != 1.0:
+            raise ValueError(f"has rotary positions of type {kind!r}, or with a factor, in full attention")
+        is_unified = config.get("model_type") == "gemma4_unified_text"
+        config = {
+            **(UNIFIED if is_unified else {"hidden_size_per_layer_input": 256}),
+            **config,
+            "rope_parameters": None,
+            "rope_theta": full.get("rope_theta", 1e6),
+            "partial_rotary_factor": full.get("partial_rotary_factor", 0.25),
+        }
+        if config.get("use_bidirectional_attention") == "vision":  # for images alone
+            del config["use_bidirectional_attention"]
+        if not config.get("enable_moe_block"):
+            config = {key: value for key, value in config.items() if key not in EXPERTS}
+        rows = config.get("vocab_size_per_layer_input", config.get("vocab_size"))
+        if config["hidden_size_per_layer_input"] and rows != config.get("vocab_size"):
+            raise ValueError(f"says vocab_size_per_layer_input = {rows}, where only vocab_size can be built")
+        overridden: ConfigJson = next(iter((config.get("per_layer_config") or {}).values()), {})
+        names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+        return config | {names[key]: value for key, value in overridden.items() if key in names}
 
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Convert rope_parameters by layer type, and transformers' sizes by layer. Raises ValueError for other kinds."""
-    config = split_rope_by_type(config, "rope_local_base_freq", SLIDING_THETA)
-    full = config.pop("rope_parameters", None) or {}
-    if (kind := full.get("rope_type", "proportional")) != "proportional" or full.get("factor", 1.0) != 1.0:
-        raise ValueError(f"has rotary positions of type {kind!r}, or with a factor, in full attention")
-    is_unified = config.get("model_type") == "gemma4_unified_text"
-    config = {
-        **(UNIFIED if is_unified else {"hidden_size_per_layer_input": 256}),
-        **config,
-        "rope_theta": full.get("rope_theta", 1e6),
-        "partial_rotary_factor": full.get("partial_rotary_factor", 0.25),
-    }
-    if config.get("use_bidirectional_attention") == "vision":  # for images alone
-        del config["use_bidirectional_attention"]
-    if not config.get("enable_moe_block"):
-        config = {key: value for key, value in config.items() if key not in EXPERTS}
-    rows = config.get("vocab_size_per_layer_input", config.get("vocab_size"))
-    if config["hidden_size_per_layer_input"] and rows != config.get("vocab_size"):
-        raise ValueError(f"says vocab_size_per_layer_input = {rows}, where only vocab_size can be built")
-    overridden: ConfigJson = next(iter((config.get("per_layer_config") or {}).values()), {})
-    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    return config | {names[key]: value for key, value in overridden.items() if key in names}
-
-
-def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
-    """Convert rotary positions to rope_parameters by layer type."""
-    factor, theta = config["partial_rotary_factor"], config["rope_theta"]
-    full = {"rope_type": "proportional", "partial_rotary_factor": factor, "rope_theta": theta}
-    names = [key for key, value in config.items() if value == 0 and key in ("top_k_experts", *EXPERTS)]
-    derived = {"enable_moe_block": config["num_experts"] > 0, "vocab_size_per_layer_input": config["vocab_size"]}
-    config = {**config, **dict.fromkeys(names), **derived, "rope_parameters": full}
-    return join_rope_by_type(config, config["rope_local_base_freq"])
-
-
-UNIFIED = {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262_144}
-"""Defaults for text models in gemma4_unified."""
-
-
-def _keep_experts_stacked(name: str, _: DecoderConfig) -> Iterator[Mapper]:
-    """Yield the mapper for an expert parameter, which files have in one tensor."""
-    if ".experts." in name:
-        yield identity(name)
+    @classmethod
+    def write_keys(cls, config: ConfigJson) -> ConfigJson:
+        factor, theta = config["partial_rotary_factor"], config["rope_theta"]
+        full = {"rope_type": "proportional", "partial_rotary_factor": factor, "rope_theta": theta}
+        derived = {"enable_moe_block": bool(config["num_experts"]), "vocab_size_per_layer_input": config["vocab_size"]}
+        return super().write_keys({**config, **derived, "rope_parameters": full})
 
 
 @component(impact="incompatible")
@@ -235,15 +240,8 @@ class Gemma4(DecoderBuilder):
         | {"head_dim": 256, "vocab_size": 262_144},
         fixed={"hidden_act": GELU, "hidden_activation": GELU, "use_bidirectional_attention": None},
         derives_head_dim=False,
-        renamed={"num_experts_per_tok": "top_k_experts"},
         other_types=("gemma4_unified_text",),
         nested_types=dict.fromkeys(("gemma4", "gemma4_unified"), "model.language_model."),
         ignored=("*vision_tower.*", "*vision_embedder.*", "*embed_vision.*", "*audio_tower.*", "*embed_audio.*"),
-        read=_convert_config_from_hf,
-        write=_convert_config_to_hf,
-        mapper=rename_tensors(
-            {r"\.feed_forward\.router\.weight$": ".router.proj.weight", r"\.(feed_forward|per_layer)\.": "."},
-            join_tensors(_keep_experts_stacked),
-        ),
         has_classifier=False,
     )

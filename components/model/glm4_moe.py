@@ -1,18 +1,14 @@
 """The component `model.glm4_moe`: GLM-4.5, 4.6 and 4.7 (GLM team 2025, arXiv 2508.06471)."""
 
-import attrs
+from typing import Literal
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
-    MixerSpec,
+    SigmoidExpertsConfig,
     config_class,
     rotary_factor_setting,
-)
-from drawloom.components.model.decoder.expert_config import (
-    RENAMED,
-    SigmoidExpertsConfig,
 )
 
 
@@ -25,9 +21,9 @@ class Glm4MoeConfig(SigmoidExpertsConfig):
     use_qk_norm: bool = setting("apply RMSNorm to queries and keys by head", default=False)
     attention_bias: bool = setting("add biases to queries, keys and values", default=False)
 
-    def mixer_spec_of(self, layer: int) -> MixerSpec:
-        plain = self.grouped_attention_spec_of(layer)
-        return attrs.evolve(plain, qk_norm="head") if self.use_qk_norm else plain
+    @property
+    def qk_norm(self) -> Literal["none", "head", "projection"]:  # type: ignore[override]
+        return "head" if self.use_qk_norm else "none"
 
     def has_bias(self, projection: str) -> bool:
         return self.attention_bias and projection in ("q_proj", "k_proj", "v_proj")
@@ -47,6 +43,5 @@ class Glm4Moe(DecoderBuilder):
             "num_key_value_heads": 8,
             "first_k_dense_replace": 1,
         },
-        renamed=RENAMED,
         has_classifier=False,
     )

@@ -1,32 +1,31 @@
 """The component `model.glm4_moe_lite`: GLM-4.7-Flash."""
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family
-from drawloom.components.model.deepseek_v3 import (
-    LATENT_RENAMED,
-    DeepseekV3Config,
-    read_latent_config,
-    write_latent_config,
-)
+from drawloom.components.model.declarations import DecoderBuilder, Family, config_class
+from drawloom.components.model.deepseek_v3 import DeepseekV3Config
 from drawloom.ports import ConfigJson
 
 
-def read_mlp_layer_types(config: ConfigJson) -> ConfigJson:
-    """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
-    config, types = read_latent_config(config), config.get("mlp_layer_types")
-    if types is None:
-        return config
-    dense = types.index("sparse") if isinstance(types, list) and "sparse" in types else 0
-    if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-        raise ValueError(f"says mlp_layer_types = {types}, where only dense layers before sparse ones can be built")
-    return {**config, "first_k_dense_replace": dense}
+@config_class
+class Glm4MoeLiteConfig(DeepseekV3Config):
+    """Config of DeepSeek-V3's layers whose files list the layers with experts."""
 
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
+        if (types := config.get("mlp_layer_types")) is None:
+            return config
+        dense = types.index("sparse") if isinstance(types, list) and "sparse" in types else 0
+        if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+            raise ValueError(f"says mlp_layer_types = {types}, where only dense layers before sparse ones can be built")
+        return {**config, "first_k_dense_replace": dense}
 
-def write_mlp_layer_types(config: ConfigJson) -> ConfigJson:
-    """Convert `first_k_dense_replace` to `mlp_layer_types`."""
-    dense = config["first_k_dense_replace"]
-    types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
-    return {**write_latent_config(config), "mlp_layer_types": types}
+    @classmethod
+    def write_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Convert `first_k_dense_replace` to `mlp_layer_types`."""
+        dense = config["first_k_dense_replace"]
+        types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
+        return {**config, "mlp_layer_types": types}
 
 
 @component(impact="incompatible")
@@ -34,7 +33,7 @@ class Glm4MoeLite(DecoderBuilder):
     """A GLM-4.7-Flash language model: DeepSeek-V3's layers with other sizes."""
 
     family = Family(
-        DeepseekV3Config,
+        Glm4MoeLiteConfig,
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
         hf_defaults={
@@ -49,8 +48,5 @@ class Glm4MoeLite(DecoderBuilder):
             "num_experts_per_tok": 4,
             "first_k_dense_replace": 1,
         },
-        renamed=LATENT_RENAMED,
-        read=read_mlp_layer_types,
-        write=write_mlp_layer_types,
         has_classifier=False,
     )

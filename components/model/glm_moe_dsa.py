@@ -6,17 +6,17 @@ from typing import Any, Literal
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
     InvalidSetting,
+    SharedIndexSpec,
     config_class,
     training_setting,
 )
-from drawloom.components.model.decoder.mixer_specs import SharedIndexSpec
-from drawloom.components.model.deepseek_v3 import LATENT_RENAMED, LatentConfig
+from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.components.model.deepseek_v32 import DeepseekV32Config
-from drawloom.components.model.glm4_moe_lite import read_mlp_layer_types, write_mlp_layer_types
+from drawloom.components.model.glm4_moe_lite import Glm4MoeLite
 from drawloom.ports import ConfigJson, Settings
 
 FULL: Literal["full"] = "full"
@@ -59,15 +59,15 @@ class GlmDsaConfig(DeepseekV32Config):
         if (given.get("indexer_types") or [FULL])[0] == SHARED:
             yield InvalidSetting("indexer_types", "the first layer shares no earlier indexer", "begin with 'full'")
 
-
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Read which layers share indexers from a list, letters, or a period."""
-    given, layers = config.get("indexer_types"), config.get("num_hidden_layers") or 0
-    if given is None and (given := config.get("index_topk_pattern")) is None:
-        period, offset = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
-        given = [SHARED if max(n - offset + 1, 0) % period else FULL for n in range(layers)]
-    types = [{"F": FULL, "S": SHARED}.get(kind, kind) for kind in given]
-    return read_mlp_layer_types({**config, "indexer_types": types})
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Read which layers share indexers from a list, letters, or a period."""
+        given, layers = config.get("indexer_types"), config.get("num_hidden_layers") or 0
+        if given is None and (given := config.get("index_topk_pattern")) is None:
+            period, offset = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
+            given = [SHARED if max(n - offset + 1, 0) % period else FULL for n in range(layers)]
+        types = [{"F": FULL, "S": SHARED}.get(kind, kind) for kind in given]
+        return super().read_keys({**config, "indexer_types": types})
 
 
 @component(impact="incompatible")
@@ -83,12 +83,12 @@ class GlmMoeDsa(DecoderBuilder):
         "glm_moe_dsa",
         "GlmMoeDsaForCausalLM",
         hf_defaults={
-            **{"max_position_embeddings": 202_752, "rope_theta": 1e4, "head_dim": 64, "first_k_dense_replace": 3},
-            **{"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32},
-            **{"routed_scaling_factor": 2.5, "num_experts_per_tok": 8},
+            **Glm4MoeLite.family.hf_defaults,
+            "first_k_dense_replace": 3,
+            "q_lora_rank": 2048,
+            "index_n_heads": 32,
+            "routed_scaling_factor": 2.5,
+            "num_experts_per_tok": 8,
         },
-        renamed=LATENT_RENAMED,
-        read=_convert_config_from_hf,
-        write=write_mlp_layer_types,
         has_classifier=False,
     )

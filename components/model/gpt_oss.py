@@ -1,35 +1,37 @@
 """The component `model.gpt_oss`: gpt-oss 20B and 120B (OpenAI 2025, arXiv 2508.10925)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import attrs
-import torch
-from torch import Tensor
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
+    ClampedSwiGlu,
     DecoderBuilder,
-    DecoderConfig,
+    ExpertsConfig,
+    ExpertSpec,
     Family,
     LayerTypesConfig,
-    MixerSpec,
+    Routing,
     SlidingTypes,
+    chunk,
+    concatenate_blocks,
     config_class,
     layer_types_setting,
+    sequential,
     training_setting,
+    transpose,
 )
-from drawloom.components.model.decoder.expert_config import ExpertsConfig
-from drawloom.components.model.decoder.expert_specs import ClampedSwiGlu, ExpertSpec, Routing
-from drawloom.components.model.decoder.tensor_names import join_tensors
-from drawloom.components.weights.mapper import sequential
-from drawloom.components.weights.mapper_ops import transpose
-from drawloom.ports import ConfigJson, Mapper, TensorGroup
+from drawloom.ports import ConfigJson, Mapper
 
 
 @config_class
 class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     """Config of gpt-oss: attention sinks, windows in every other layer, and experts with biases and bounds."""
+
+    renamed = {"num_experts": "num_local_experts"}
+    attention_sinks = True
 
     rope_theta: float = 150_000.0
     rms_norm_eps: float = 1e-5
@@ -44,48 +46,32 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
         """Routing by a softmax over the chosen experts."""
         return Routing(norm_topk_prob=True, linear_bias=True)
 
-    def mixer_spec_of(self, layer: int) -> MixerSpec:
-        return attrs.evolve(self.grouped_attention_spec_of(layer), sinks=True)
-
     @property
     def expert_spec(self) -> ExpertSpec:
         activation = ClampedSwiGlu(self.swiglu_alpha, self.swiglu_limit)
         return attrs.evolve(super().expert_spec, router="router", biases=True, activation=activation)
 
+    def join_tensors(self, name: str) -> Iterator[Mapper]:
+        """Yield the mapper for an expert parameter: matrices are transposed, gate and up alternate by row."""
+        if name.endswith((".experts.gate_up_proj", ".experts.gate_up_proj_bias")):
+            halves = [f"{name}.{half}" for half in ("gate", "up")]
+            joined = concatenate_blocks(halves, name, self.intermediate_size, [1, 1], dim=1)
+            transposed = () if name.endswith("_bias") else (transpose(name, 1, 2),)
+            yield sequential(chunk(name, halves, 1), joined, *transposed)
+        elif name.endswith(".experts.down_proj"):
+            yield transpose(name, 1, 2)
 
-def _create_interleave_mapper(name: str, dim: int) -> Mapper:
-    """Interleave a tensor's halves along `dim`: gate and up alternate in files."""
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Add transformers' default rotary scaling to a config without one."""
+        if config.get("rope_scaling") or config.get("rope_parameters"):
+            return config
+        yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+        return {"rope_theta": 150_000.0, **config, "rope_parameters": yarn}
 
-    def interleave(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [torch.stack(tensors[0].chunk(2, dim), dim + 1).flatten(dim, dim + 1)]
-
-    def deinterleave(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        ahead = (slice(None),) * dim
-        return [torch.cat([tensors[0][(*ahead, slice(start, None, 2))] for start in (0, 1)], dim)]
-
-    return Mapper((TensorGroup((name,), (name,), interleave, deinterleave),))
-
-
-def _reshape_experts(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
-    """Yield the mapper for an expert parameter: matrices are transposed, gate and up are interleaved."""
-    if name.endswith(".experts.gate_up_proj"):
-        yield sequential(_create_interleave_mapper(name, 1), transpose(name, 1, 2))
-    elif name.endswith(".experts.gate_up_proj_bias"):
-        yield _create_interleave_mapper(name, 1)
-    elif name.endswith(".experts.down_proj"):
-        yield transpose(name, 1, 2)
-
-
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Add transformers' default rotary scaling to a config without one."""
-    if config.get("rope_scaling") or config.get("rope_parameters"):
-        return config
-    yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-    return {"rope_theta": 150_000.0, **config, "rope_parameters": yarn}
-
-
-def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}, **config}
+    @classmethod
+    def write_keys(cls, config: ConfigJson) -> ConfigJson:
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}, **config}
 
 
 @component(impact="incompatible")
@@ -101,9 +87,5 @@ class GptOss(DecoderBuilder):
         "gpt_oss",
         "GptOssForCausalLM",
         hf_defaults={"max_position_embeddings": 131_072, "head_dim": 64, "num_key_value_heads": 8},
-        renamed={"num_experts": "num_local_experts"},
         derives_head_dim=False,
-        read=_convert_config_from_hf,
-        write=_convert_config_to_hf,
-        mapper=join_tensors(_reshape_experts),
     )

@@ -1,13 +1,13 @@
 """The component `model.granite`: Granite 3 and later dense models (IBM 2024)."""
 
+from functools import cached_property
 from typing import Any
 
 import attrs
 import torch
 
 from drawloom import above, component
-from drawloom.components.model.decoder.declarations import (
-    DecoderConfig,
+from drawloom.components.model.declarations import (
     Family,
     ParametrizedBuilder,
     config_class,
@@ -53,13 +53,13 @@ class Granite(ParametrizedBuilder):
     )
     has_multipliers = True
 
-    def build_architecture(self) -> DecoderConfig:
-        """Return the config with the parametrization's multipliers."""
-        config: Any = super().build_architecture()
+    @cached_property
+    def architecture(self) -> Any:
+        """The config with the parametrization's multipliers."""
+        config: Any = super().architecture
         scaling = self.compute_scaling(config)
-        scaled: DecoderConfig = attrs.evolve(
+        return attrs.evolve(
             config,
             residual_multiplier=config.residual_multiplier * scaling.residual_multiplier,
             logits_scaling=config.logits_scaling / scaling.logit_multiplier,
         )
-        return scaled

@@ -1,41 +1,58 @@
 """The component `model.kimi_linear`: Kimi Linear (Kimi team 2025, arXiv 2510.26692)."""
 
 from collections.abc import Iterator
-from typing import Literal
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     FULL,
+    LINEAR,
+    MIXTRAL_EXPERTS,
+    NO_POSITIONS,
+    ChannelDeltaSpec,
     DecoderBuilder,
-    DecoderConfig,
     Family,
+    LinearLayersConfig,
     PartSpec,
     config_class,
-    layer_types_setting,
+    sequential,
     size_setting,
+    unsqueeze,
 )
-from drawloom.components.model.decoder.expert_config import SigmoidExpertsConfig
-from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
-from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec
-from drawloom.components.model.decoder.tensor_names import MIXTRAL_EXPERTS, join_tensors, rename_tensors
-from drawloom.components.model.deepseek_v3 import LatentConfig
-from drawloom.components.model.glm4_moe_lite import read_mlp_layer_types, write_mlp_layer_types
-from drawloom.components.weights.mapper import sequential
-from drawloom.components.weights.mapper_ops import unsqueeze
+from drawloom.components.model.glm4_moe_lite import Glm4MoeLiteConfig
 from drawloom.ports import ConfigJson, Mapper
+
+NESTED = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+"""Sizes in `linear_attn_config`."""
 
 
 @config_class
-class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
+class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
     """Config of Kimi Linear: latent attention without positions, and Kimi Delta Attention in other layers."""
 
-    unused_keys = NO_POSITIONS
+    unused_keys = (*NO_POSITIONS, "rope_interleave")
     can_tie = False
+    renamed = {
+        "head_dim": "qk_rope_head_dim",
+        "max_position_embeddings": "model_max_length",
+        "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_shared_experts": "num_shared_experts",
+    }
+    renamed_tensors = {
+        r"\.self_attn\.in_proj_([qkvb])\.": r".self_attn.\1_proj.",
+        r"\.self_attn\.conv_([qkv])$": r".self_attn.\1_conv1d.weight",
+        r"\.self_attn\.norm\.": ".self_attn.o_norm.",
+        r"\.self_attn\.out_proj\.": ".self_attn.o_proj.",
+        **MIXTRAL_EXPERTS,
+    }
 
-    layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
     linear_num_heads: int = size_setting("num_attention_heads", "number of heads in linear layers", default=32)
     linear_head_dim: int = size_setting("head_dim", "width of keys and values in linear layers", default=128)
-    linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
     q_lora_rank: int = 0
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
@@ -53,38 +70,30 @@ class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
         )
         return "self_attn", spec
 
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Read layer types and sizes from `linear_attn_config`, whose layers count from 1, as in published configs."""
+        config, nested = super().read_keys(config), config.get("linear_attn_config") or {}
+        config |= {ours: nested[theirs] for theirs, ours in NESTED.items() if theirs in nested}
+        if not config.get("layer_types"):
+            layers = range(1, (config.get("num_hidden_layers") or 0) + 1)
+            full = nested.get("full_attn_layers", [layer for layer in layers if layer > 1 and layer % 4 == 1])
+            config["layer_types"] = [FULL if layer in full else LINEAR for layer in layers]
+        return config
 
-NESTED = {
-    "head_dim": "linear_head_dim",
-    "num_heads": "linear_num_heads",
-    "short_conv_kernel_size": "linear_conv_kernel_dim",
-}
-"""Sizes in `linear_attn_config`."""
+    @classmethod
+    def write_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Write layer types and sizes in both forms: transformers' and the published one."""
+        types = list(enumerate(config["layer_types"], 1))
+        layers = {kind: [n for n, other in types if other == kind] for kind in (FULL, LINEAR)}
+        nested = {theirs: config[ours] for theirs, ours in NESTED.items()}
+        lists = {"full_attn_layers": layers[FULL], "kda_layers": layers[LINEAR]}
+        return super().write_keys({**config, "linear_attn_config": nested | lists})
 
-
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Read layer types and sizes from `linear_attn_config`, whose layers count from 1, as in published configs."""
-    config, nested = read_mlp_layer_types(config), config.get("linear_attn_config") or {}
-    config |= {ours: nested[theirs] for theirs, ours in NESTED.items() if theirs in nested}
-    if not config.get("layer_types"):
-        layers = range(1, (config.get("num_hidden_layers") or 0) + 1)
-        full = nested.get("full_attn_layers", [layer for layer in layers if layer > 1 and layer % 4 == 1])
-        config["layer_types"] = [FULL if layer in full else LINEAR for layer in layers]
-    return config
-
-
-def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
-    """Write layer types and sizes in both forms: transformers' and the published one."""
-    layers = {kind: [n for n, other in enumerate(config["layer_types"], 1) if other == kind] for kind in (FULL, LINEAR)}
-    nested = {theirs: config[ours] for theirs, ours in NESTED.items()}
-    lists = {"full_attn_layers": layers[FULL], "kda_layers": layers[LINEAR]}
-    return {**write_mlp_layer_types(config), "linear_attn_config": nested | lists}
-
-
-def _reshape_decay_rates(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
-    """Yield the mapper from decay rates (heads,) to (1, 1, heads, 1)."""
-    if name.endswith(".A_log"):
-        yield sequential(unsqueeze(name, 1), unsqueeze(name, 0), unsqueeze(name, 0))
+    def join_tensors(self, name: str) -> Iterator[Mapper]:
+        """Yield the mapper from decay rates (heads,) to (1, 1, heads, 1)."""
+        if name.endswith(".A_log"):
+            yield sequential(unsqueeze(name, 1), unsqueeze(name, 0), unsqueeze(name, 0))
 
 
 @component(impact="incompatible")
@@ -97,25 +106,5 @@ class KimiLinear(DecoderBuilder):
         "KimiLinearForCausalLM",
         hf_defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "num_experts_per_tok": 8},
         fixed={"mla_use_nope": True, "moe_layer_freq": 1},
-        renamed={
-            "head_dim": "qk_rope_head_dim",
-            "max_position_embeddings": "model_max_length",
-            "norm_topk_prob": "moe_renormalize",
-            "n_group": "num_expert_group",
-            "num_experts_per_tok": "num_experts_per_token",
-            "n_shared_experts": "num_shared_experts",
-        },
-        read=_convert_config_from_hf,
-        write=_convert_config_to_hf,
-        mapper=rename_tensors(
-            {
-                r"\.self_attn\.in_proj_([qkvb])\.": r".self_attn.\1_proj.",
-                r"\.self_attn\.conv_([qkv])$": r".self_attn.\1_conv1d.weight",
-                r"\.self_attn\.norm\.": ".self_attn.o_norm.",
-                r"\.self_attn\.out_proj\.": ".self_attn.o_proj.",
-                **MIXTRAL_EXPERTS,
-            },
-            join_tensors(_reshape_decay_rates),
-        ),
         has_classifier=False,
     )

@@ -18,7 +18,6 @@ from drawloom.ports import (
     MATRIX_ROLE,
     RESIDUAL_BIAS_ROLE,
     RESIDUAL_ROLE,
-    SCALE_ROLE,
     TABLE_ROLE,
     Head,
     HeadLayer,
@@ -27,6 +26,8 @@ from drawloom.ports import (
     Role,
     TokenLosses,
 )
+
+Style = Literal["colwise", "rowwise", "whole"]
 
 VOCABULARY = SplitDim(0, uneven=True)
 """Split of a table's rows among ranks; cross entropy and lookups accept parts of any size."""
@@ -51,7 +52,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         outputs: int,
         kernels: Kernels,
         bias: bool = False,
-        style: Literal["colwise", "rowwise", "whole"] = "colwise",
+        style: Style = "colwise",
         unit: int = 1,
         uneven: bool = False,
         is_residual: bool = False,
@@ -59,7 +60,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         super().__init__(inputs, outputs, bias)
         self.is_residual = is_residual
         self.kernels = kernels
-        self.style: Literal["colwise", "rowwise", "whole"] = style
+        self.style: Style = style
         self.unit = unit
         self.uneven = uneven
 
@@ -117,7 +118,7 @@ class RMSNorm(nn.Module):
         return self.kernels.rms_norm(x, self.weight, self.eps, self.zero_centered)
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        return {"weight": Role(False, 0.0) if self.zero_centered else SCALE_ROLE}
+        return {"weight": Role(False, 0.0)} if self.zero_centered else {}
 
 
 class ProjectionNorm(RMSNorm, TensorParallel):

@@ -4,20 +4,21 @@ from collections.abc import Iterator
 from typing import Literal
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     FULL,
     DecoderBuilder,
     DecoderConfig,
     Family,
     PartSpec,
+    ShortConvSpec,
+    concatenate,
     config_class,
     layer_types_setting,
+    rename,
+    sequential,
     size_setting,
+    unsqueeze,
 )
-from drawloom.components.model.decoder.mixer_specs import ShortConvSpec
-from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
-from drawloom.components.weights.mapper import sequential
-from drawloom.components.weights.mapper_ops import concatenate, rename, unsqueeze
 from drawloom.ports import ConfigJson, Mapper
 
 
@@ -26,6 +27,17 @@ class Lfm2Config(DecoderConfig):
     """Config of LFM2: layers of type conv have a gated short convolution instead of attention."""
 
     qk_norm = "head"
+    renamed = {"rms_norm_eps": "norm_eps"}
+    renamed_tensors = {
+        r"\.self_attn\.o_proj\.": ".self_attn.out_proj.",
+        r"\.self_attn\.([qk])_norm\.": r".self_attn.\1_layernorm.",
+        r"\.mlp\.gate_proj\.": ".feed_forward.w1.",
+        r"\.mlp\.up_proj\.": ".feed_forward.w3.",
+        r"\.mlp\.down_proj\.": ".feed_forward.w2.",
+        r"\.input_layernorm\.": ".operator_norm.",
+        r"\.post_attention_layernorm\.": ".ffn_norm.",
+        r"^model\.norm\.": "model.embedding_norm.",
+    }
 
     max_position_embeddings: int = 128_000
     rms_norm_eps: float = 1e-5
@@ -37,29 +49,28 @@ class Lfm2Config(DecoderConfig):
         is_full = self.layer_types[layer] == FULL
         return super().mixer_of(layer) if is_full else ("conv", ShortConvSpec(taps=self.conv_L_cache))
 
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Convert older keys, and compute the feed-forward network's width from a Llama-like one."""
+        layers = range(config.get("num_hidden_layers") or 0)
+        full = config.get("full_attn_idxs") or layers
+        types = [FULL if layer in full else "conv" for layer in layers]
+        width = config.get("block_ff_dim", config.get("intermediate_size"))
+        if config.get("block_auto_adjust_ff_dim", True) and isinstance(width, int):
+            multiple = config.get("block_multiple_of", 256)
+            width = int(config.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+            width = -(-width // multiple) * multiple
+        tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
+        changes = {"intermediate_size": width, "tie_word_embeddings": tied, "block_auto_adjust_ff_dim": False}
+        return config | changes | {"layer_types": config.get("layer_types") or types}
 
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Convert older keys, and compute the feed-forward network's width from a Llama-like one."""
-    layers = range(config.get("num_hidden_layers") or 0)
-    full = config.get("full_attn_idxs") or layers
-    types = [FULL if layer in full else "conv" for layer in layers]
-    width = config.get("block_ff_dim", config.get("intermediate_size"))
-    if config.get("block_auto_adjust_ff_dim", True) and isinstance(width, int):
-        multiple = config.get("block_multiple_of", 256)
-        width = int(config.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
-        width = -(-width // multiple) * multiple
-    tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
-    changes = {"intermediate_size": width, "tie_word_embeddings": tied, "block_auto_adjust_ff_dim": False}
-    return config | changes | {"layer_types": config.get("layer_types") or types}
-
-
-def _join_convolutions(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
-    """Yield the mappers that join a convolution's three projections, and write its taps as (channels, 1, taps)."""
-    conv, has_taps, _ = name.partition(".taps")
-    if has_taps:
-        target = f"{conv}.conv.weight"
-        yield sequential(rename({name: target}), unsqueeze(target, 1))
-        yield concatenate([f"{conv}.in_proj_{part}.weight" for part in "bcx"], f"{conv}.in_proj.weight")
+    def join_tensors(self, name: str) -> Iterator[Mapper]:
+        """Yield the mappers that join a convolution's three projections, and write its taps as (channels, 1, taps)."""
+        conv, has_taps, _ = name.partition(".taps")
+        if has_taps:
+            target = f"{conv}.conv.weight"
+            yield sequential(rename({name: target}), unsqueeze(target, 1))
+            yield concatenate([f"{conv}.in_proj_{part}.weight" for part in "bcx"], f"{conv}.in_proj.weight")
 
 
 @component(impact="incompatible")
@@ -73,19 +84,4 @@ class Lfm2(DecoderBuilder):
         has_classifier=False,
         hf_defaults={"rope_theta": 1e6, "num_key_value_heads": 8},
         fixed={"conv_bias": False, "block_auto_adjust_ff_dim": False},
-        renamed={"rms_norm_eps": "norm_eps"},
-        read=_convert_config_from_hf,
-        mapper=rename_tensors(
-            {
-                r"\.self_attn\.o_proj\.": ".self_attn.out_proj.",
-                r"\.self_attn\.([qk])_norm\.": r".self_attn.\1_layernorm.",
-                r"\.mlp\.gate_proj\.": ".feed_forward.w1.",
-                r"\.mlp\.up_proj\.": ".feed_forward.w3.",
-                r"\.mlp\.down_proj\.": ".feed_forward.w2.",
-                r"\.input_layernorm\.": ".operator_norm.",
-                r"\.post_attention_layernorm\.": ".ffn_norm.",
-                r"^model\.norm\.": "model.embedding_norm.",
-            },
-            join_tensors(_join_convolutions),
-        ),
     )

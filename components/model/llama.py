@@ -1,7 +1,7 @@
 """The component `model.llama`: Llama 3 (Llama team 2024, arXiv 2407.21783) and its predecessors."""
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
     DecoderConfig,
     Family,

@@ -1,7 +1,7 @@
 """The component `model.mistral`: Mistral 7B (Jiang et al. 2023, arXiv 2310.06825) and its successors."""
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, WindowConfig, config_class
+from drawloom.components.model.declarations import DecoderBuilder, Family, WindowConfig, config_class
 
 
 @config_class

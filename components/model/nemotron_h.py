@@ -6,23 +6,26 @@ from typing import Literal
 import attrs
 
 from drawloom import at_least, component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     FULL,
+    LINEAR,
+    NO_POSITIONS,
     Branch,
     DecoderBuilder,
+    ExpertSpec,
     Family,
+    MlpSpec,
     PartSpec,
+    SigmoidExpertsConfig,
+    SquaredRelu,
+    StateSpaceSpec,
+    concatenate,
     config_class,
+    sequential,
     size_setting,
     training_setting,
+    unsqueeze,
 )
-from drawloom.components.model.decoder.expert_config import RENAMED, SigmoidExpertsConfig
-from drawloom.components.model.decoder.expert_specs import ExpertSpec, LatentExpertSpec, SquaredRelu, SquaredReluSpec
-from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
-from drawloom.components.model.decoder.mixer_specs import StateSpaceSpec
-from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
-from drawloom.components.weights.mapper import sequential
-from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
 from drawloom.ports import ConfigJson, Mapper
 
 TYPES = {"M": LINEAR, "mamba": LINEAR, "*": FULL, "attention": FULL, "E": "moe", "-": "mlp"}
@@ -36,6 +39,15 @@ class NemotronHConfig(SigmoidExpertsConfig):
     unused_keys = (*NO_POSITIONS, "first_k_dense_replace", "n_shared_experts")
     can_tie = False
     multiples = (("mamba_num_heads", "n_groups"),)
+    renamed = SigmoidExpertsConfig.renamed | {
+        "layer_types": "layers_block_type",
+        "rms_norm_eps": "layer_norm_epsilon",
+    }
+    renamed_tensors = {
+        r"^model\.embed_tokens\.": "backbone.embeddings.",
+        r"^model\.norm\.": "backbone.norm_f.",
+        r"^model\.layers\.": "backbone.layers.",
+    }
 
     layer_types: list[Literal["linear_attention", "full_attention", "moe", "mlp"]] = training_setting(
         "linear_attention (Mamba-2), full_attention, moe or mlp for every layer; default: linear_attention, moe, "
@@ -72,10 +84,8 @@ class NemotronHConfig(SigmoidExpertsConfig):
 
     @property
     def expert_spec(self) -> ExpertSpec:
-        spec = attrs.evolve(super().expert_spec, activation=SquaredRelu())
-        if self.moe_latent_size is None:
-            return spec
-        return LatentExpertSpec(**attrs.asdict(spec, recurse=False) | {"latent_width": self.moe_latent_size})
+        spec = attrs.evolve(super().expert_spec, activation=SquaredRelu(), latent_width=self.moe_latent_size)
+        return spec if self.moe_latent_size is None else attrs.evolve(spec, part="experts:LatentMoeBlock")
 
     @property
     def delta(self) -> StateSpaceSpec:
@@ -99,37 +109,35 @@ class NemotronHConfig(SigmoidExpertsConfig):
             case "linear_attention":
                 spec = self.delta
             case "full_attention":
-                spec = self.grouped_attention_spec_of(layer)
+                spec = self.mixer_spec_of(layer)
             case "moe":
                 spec = self.expert_spec
             case "mlp":
-                spec = SquaredReluSpec(width=self.intermediate_size)
+                spec = MlpSpec(width=self.intermediate_size, activation="relu2")
         return (Branch("norm", "mixer", spec),)
 
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Read layer types from letters or older names, and count the layers."""
+        given = config.get("layer_types") or config.get("hybrid_override_pattern")
+        if not isinstance(given, list | str):
+            return config
+        return {**config, "layer_types": [TYPES.get(kind, kind) for kind in given], "num_hidden_layers": len(given)}
 
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Read layer types from letters or older names, and count the layers."""
-    given = config.get("layer_types") or config.get("hybrid_override_pattern")
-    if not isinstance(given, list | str):
-        return config
-    return {**config, "layer_types": [TYPES.get(kind, kind) for kind in given], "num_hidden_layers": len(given)}
-
-
-def _join_mixers(name: str, architecture: NemotronHConfig) -> Iterator[Mapper]:
-    """Yield the mappers that join the projections and the convolutions of Mamba-2."""
-    mixer, is_mixer, _ = name.partition(".A_log")
-    if not is_mixer:
-        return
-    spec = architecture.delta
-    sizes = spec.channels[::-1]
-    widths = [sizes[0], *sizes, spec.value_heads]
-    convolution = f"{mixer}.conv1d.weight"
-    taps = concatenate([f"{mixer}.conv_{part}" for part in "vkq"], convolution, sizes=sizes)
-    yield sequential(taps, unsqueeze(convolution, 1))
-    if spec.conv_bias:
-        yield concatenate([f"{mixer}.conv_{part}_bias" for part in "vkq"], f"{mixer}.conv1d.bias", sizes=sizes)
-    parts = [f"{mixer}.in_proj_{part}.weight" for part in "zvkqa"]
-    yield concatenate(parts, f"{mixer}.in_proj.weight", sizes=widths)
+    def join_tensors(self, name: str) -> Iterator[Mapper]:
+        """Yield the mappers that join the projections and the convolutions of Mamba-2."""
+        mixer, is_mixer, _ = name.partition(".A_log")
+        if not is_mixer:
+            return
+        sizes = self.delta.channels[::-1]
+        widths = [sizes[0], *sizes, self.mamba_num_heads]
+        convolution = f"{mixer}.conv1d.weight"
+        taps = concatenate([f"{mixer}.conv_{part}" for part in "vkq"], convolution, sizes=sizes)
+        yield sequential(taps, unsqueeze(convolution, 1))
+        if self.use_conv_bias:
+            yield concatenate([f"{mixer}.conv_{part}_bias" for part in "vkq"], f"{mixer}.conv1d.bias", sizes=sizes)
+        parts = [f"{mixer}.in_proj_{part}.weight" for part in "zvkqa"]
+        yield concatenate(parts, f"{mixer}.in_proj.weight", sizes=widths)
 
 
 @component(impact="incompatible")
@@ -152,17 +160,7 @@ class NemotronH(DecoderBuilder):
             "residual_in_fp32": False,
             **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"), False),
         },
-        renamed=RENAMED | {"layer_types": "layers_block_type", "rms_norm_eps": "layer_norm_epsilon"},
         derives_head_dim=False,
         ignored=("mtp.*",),
-        read=_convert_config_from_hf,
-        mapper=rename_tensors(
-            {
-                r"^model\.embed_tokens\.": "backbone.embeddings.",
-                r"^model\.norm\.": "backbone.norm_f.",
-                r"^model\.layers\.": "backbone.layers.",
-            },
-            join_tensors(_join_mixers),
-        ),
         has_classifier=False,
     )

@@ -1,16 +1,16 @@
 """The component `model.olmo2`: OLMo 2 (OLMo team 2025, arXiv 2501.00656)."""
 
-from collections.abc import Sequence
-
 from drawloom import component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
-    Branch,
     DecoderBuilder,
     DecoderConfig,
     Family,
+    Norms,
     config_class,
 )
+
+POST_NORMS = (None, "post_attention_layernorm"), (None, "post_feedforward_layernorm")
 
 
 @config_class
@@ -23,11 +23,8 @@ class Olmo2Config(DecoderConfig):
     rope_theta: float = 5e5
     attention_bias: bool = setting(ATTENTION_BIAS, default=False)
 
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        return (
-            Branch(None, "self_attn", self.mixer_spec_of(layer), "post_attention_layernorm"),
-            Branch(None, "mlp", self.mlp_spec_of(layer), "post_feedforward_layernorm"),
-        )
+    def norms_of(self, layer: int) -> tuple[Norms, Norms]:
+        return POST_NORMS
 
 
 @component(impact="incompatible")

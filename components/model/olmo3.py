@@ -1,8 +1,7 @@
 """The component `model.olmo3`: OLMo 3 (OLMo team 2025, arXiv 2512.13961)."""
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, LayerTypesConfig, Rope, config_class
-from drawloom.components.model.decoder.hugging_face import join_rope_by_type, split_rope_by_type
+from drawloom.components.model.declarations import DecoderBuilder, Family, RopeByTypeConfig, config_class
 from drawloom.components.model.olmo2 import Olmo2Config
 from drawloom.ports import ConfigJson
 
@@ -10,31 +9,25 @@ THETA = 5e5
 
 
 @config_class
-class Olmo3Config(LayerTypesConfig, Olmo2Config):
+class Olmo3Config(RopeByTypeConfig, Olmo2Config):
     """Config of OLMo 3: OLMo 2 with three layers with a window to one without, whose positions alone are scaled."""
+
+    default_sliding_theta = THETA
 
     max_position_embeddings: int = 8192
     rope_theta: float = THETA
 
-    def rope_of(self, layer: int) -> Rope | None:
-        return super().rope_of(layer) if self.window_of(layer) is None else Rope(self.rotary_dim, self.rope_theta)
-
-
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Replace the rotary bases by layer type by a single base. Raises ValueError if they differ."""
-    config = split_rope_by_type(config, "sliding_theta", THETA)
-    full = config.get("rope_parameters") or {}
-    theta = full.get("rope_theta", config.get("rope_theta", THETA)) if isinstance(full, dict) else THETA
-    if (sliding := config.pop("sliding_theta", theta)) != theta:
-        raise ValueError(
-            f"has rope_theta = {sliding} for sliding and {theta} for full attention; only equal ones can be built"
-        )
-    return config
-
-
-def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
-    """Convert rotary positions to rope_parameters by layer type, with one base."""
-    return join_rope_by_type(config, config["rope_theta"])
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Replace the rotary bases by layer type by a single base. Raises ValueError if they differ."""
+        config = super().read_keys(config)
+        full = config.get("rope_parameters") or {}
+        theta = full.get("rope_theta", config.get("rope_theta", THETA)) if isinstance(full, dict) else THETA
+        if (sliding := config.get("sliding_theta", theta)) != theta:
+            raise ValueError(
+                f"has rope_theta = {sliding} for sliding and {theta} for full attention; only equal ones can be built"
+            )
+        return config
 
 
 @component(impact="incompatible")
@@ -46,6 +39,4 @@ class Olmo3(DecoderBuilder):
         "olmo3",
         "Olmo3ForCausalLM",
         hf_defaults={"max_position_embeddings": 2048, "rope_theta": THETA, "rms_norm_eps": 1e-5},
-        read=_convert_config_from_hf,
-        write=_convert_config_to_hf,
     )

@@ -1,22 +1,24 @@
 """The component `model.olmo_hybrid`: OLMo Hybrid (OLMo team 2026)."""
 
-from collections.abc import Sequence
-
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     FULL,
-    Branch,
+    NO_POSITIONS,
     DecoderBuilder,
+    DeltaConfig,
+    DeltaSpec,
     Family,
+    Norms,
     config_class,
     training_setting,
 )
-from drawloom.components.model.decoder.hybrid import NO_POSITIONS, DeltaConfig, read_hybrid_config
-from drawloom.components.model.decoder.mixer_specs import DeltaSpec
-from drawloom.components.model.decoder.tensor_names import rename_tensors
+from drawloom.components.model.olmo2 import POST_NORMS
 from drawloom.ports import ConfigJson
+
+WITHOUT_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+"""Rotary positions of published models; with null or nothing transformers rotates."""
 
 
 @config_class
@@ -25,6 +27,13 @@ class OlmoHybridConfig(DeltaConfig):
 
     unused_keys = NO_POSITIONS
     qk_norm = "projection"
+    renamed_tensors = {
+        r"\.linear_attn\.in_proj_z\.": ".linear_attn.g_proj.",
+        r"\.linear_attn\.in_proj_([qkvab])\.": r".linear_attn.\1_proj.",
+        r"\.linear_attn\.conv_([qkv])$": r".linear_attn.\1_conv1d.weight",
+        r"\.linear_attn\.norm\.": ".linear_attn.o_norm.",
+        r"\.linear_attn\.out_proj\.": ".linear_attn.o_proj.",
+    }
 
     max_position_embeddings: int = 65_536
     linear_allow_neg_eigval: bool = training_setting("write values with strengths up to 2 instead of 1", default=True)
@@ -34,34 +43,27 @@ class OlmoHybridConfig(DeltaConfig):
         strength = 2.0 if self.linear_allow_neg_eigval else 1.0
         return attrs.evolve(super().delta, max_strength=strength, norm_eps=1e-5, draws_time_steps=True)
 
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        mixer, mlp = super().branches_of(layer)
+    def norms_of(self, layer: int) -> tuple[Norms, Norms]:
         if self.layer_types[layer] == FULL:
-            mixer = attrs.evolve(mixer, norm_before=None, norm_after="post_attention_layernorm")
-            return mixer, attrs.evolve(mlp, norm_before=None, norm_after="post_feedforward_layernorm")
+            return POST_NORMS
         # Files have these names, unlike the modules of transformers.
-        names = "attention_layer_norm", "feedforward_layer_norm"
-        return tuple(attrs.evolve(part, norm_before=name) for part, name in zip((mixer, mlp), names, strict=True))
+        return ("attention_layer_norm", None), ("feedforward_layer_norm", None)
 
-
-WITHOUT_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
-"""Rotary positions of published models; with null or nothing transformers rotates."""
-
-
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Fill in the sizes of linear layers that follow from others. Raises ValueError if a layer has positions."""
-    rope = config.get("rope_parameters") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 1e4)) if isinstance(rope, dict) else rope
-    if theta is not None:
-        why = "only layers without positions can be built, as in published models, whose rope_theta is null"
-        raise ValueError(f"has rotary positions with rope_theta = {theta}, and {why}")
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    if isinstance(heads, int) and isinstance(width, int):
-        sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
-        config = sizes | {key: value for key, value in config.items() if value is not None}
-        config.setdefault("linear_key_head_dim", int(0.75 * width / config["linear_num_key_heads"]))
-        config.setdefault("linear_value_head_dim", 2 * config["linear_key_head_dim"])
-    return read_hybrid_config(config | WITHOUT_THETA)
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Fill in the sizes of linear layers that follow from others. Raises ValueError if a layer has positions."""
+        rope = config.get("rope_parameters") or {}
+        theta = rope.get("rope_theta", config.get("rope_theta", 1e4)) if isinstance(rope, dict) else rope
+        if theta is not None:
+            why = "only layers without positions can be built, as in published models, whose rope_theta is null"
+            raise ValueError(f"has rotary positions with rope_theta = {theta}, and {why}")
+        heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+        if isinstance(heads, int) and isinstance(width, int):
+            sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+            config = sizes | {key: value for key, value in config.items() if value is not None}
+            config.setdefault("linear_key_head_dim", int(0.75 * width / config["linear_num_key_heads"]))
+            config.setdefault("linear_value_head_dim", 2 * config["linear_key_head_dim"])
+        return super().read_keys(config | WITHOUT_THETA)
 
 
 @component(impact="incompatible")
@@ -73,15 +75,5 @@ class OlmoHybrid(DecoderBuilder):
         "olmo_hybrid",
         "OlmoHybridForCausalLM",
         fixed=WITHOUT_THETA,
-        read=_convert_config_from_hf,
-        mapper=rename_tensors(
-            {
-                r"\.linear_attn\.in_proj_z\.": ".linear_attn.g_proj.",
-                r"\.linear_attn\.in_proj_([qkvab])\.": r".linear_attn.\1_proj.",
-                r"\.linear_attn\.conv_([qkv])$": r".linear_attn.\1_conv1d.weight",
-                r"\.linear_attn\.norm\.": ".linear_attn.o_norm.",
-                r"\.linear_attn\.out_proj\.": ".linear_attn.o_proj.",
-            }
-        ),
         has_classifier=False,
     )

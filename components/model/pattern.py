@@ -7,7 +7,7 @@ from typing import Any, Literal
 import attrs
 
 from drawloom import at_least, component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     WINDOW,
     Branch,
     DecoderBuilder,
@@ -18,7 +18,7 @@ from drawloom.components.model.decoder.declarations import (
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.hybrid import DeltaConfig
+from drawloom.components.model.decoder.layer_types import DeltaConfig
 from drawloom.components.model.decoder.mixer_specs import (
     ChannelDeltaSpec,
     ConnectedBranch,
@@ -85,18 +85,19 @@ class PatternConfig(DeltaConfig):
 
     def part_spec_of(self, layer: int) -> PartSpec:
         """Return a layer's specification."""
+        sizes = attrs.asdict(attrs.evolve(self.delta, draws_time_steps=True))
         match self.part_of(layer):
             case "gdn":
                 return self.delta
             case "kda":
-                sizes = attrs.asdict(attrs.evolve(self.delta, draws_time_steps=True))
                 return ChannelDeltaSpec(**sizes, rank=self.linear_value_head_dim)
             case "mamba":
-                return StateSpaceSpec(**attrs.asdict(self.delta), conv_bias=True)
+                return StateSpaceSpec(**sizes, conv_bias=True)
             case "conv":
                 return ShortConvSpec(taps=self.conv_L_cache)
-        norm = self.qk_norm if self.use_qk_norm else "none"
-        return attrs.evolve(self.grouped_attention_spec_of(layer), gate=self.attention_gate, qk_norm=norm)
+        attention: Any = self.mixer_spec_of(layer)
+        spec: PartSpec = attention if self.use_qk_norm else attrs.evolve(attention, qk_norm="none")
+        return spec
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         return MODULES[self.part_of(layer)], self.part_spec_of(layer)
@@ -124,6 +125,11 @@ class PatternConfig(DeltaConfig):
         return "model:Decoder" if self.residual == "plain" else "hyper_connections:HyperDecoder"
 
     @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        # Qwen3's and Llama's files name no parts, since they have attention in every layer.
+        return {"layers": "attention", "use_qk_norm": config.get("model_type") != "llama", **config}
+
+    @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield inherited faults, and a pattern's: unknown parts, or an end within its last repetition."""
         yield from super().find_faults(given)
@@ -136,11 +142,6 @@ class PatternConfig(DeltaConfig):
         if (layers := given["num_hidden_layers"]) % count:
             why = f"the pattern in layers has {count} layers, which do not divide num_hidden_layers = {layers}"
             yield InvalidSetting("num_hidden_layers", why, f"write {-(-layers // count) * count}, or another pattern")
-
-
-def _read_config(config: ConfigJson) -> ConfigJson:
-    """Complete the config of a decoder with attention in every layer."""
-    return {"layers": "attention", "use_qk_norm": config.get("model_type") != "llama", **config}
 
 
 @component(impact="incompatible")
@@ -157,7 +158,6 @@ class Pattern(DecoderBuilder):
         "drawloom_pattern",
         "PatternForCausalLM",
         other_types=("qwen3", "llama"),
-        read=_read_config,
         has_classifier=False,
     )
 

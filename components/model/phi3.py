@@ -3,17 +3,15 @@
 from collections.abc import Iterator, Mapping
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
-    DecoderConfig,
     Family,
     InvalidSetting,
     WindowConfig,
+    concatenate,
     config_class,
     rotary_factor_setting,
 )
-from drawloom.components.model.decoder.tensor_names import join_tensors
-from drawloom.components.weights.mapper_ops import concatenate
 from drawloom.ports import ConfigJson, Mapper, Settings
 
 EXPORTED_ROPES = ("default", "ntk", "longrope")
@@ -38,33 +36,32 @@ class Phi3Config(WindowConfig):
                 why = f"{key}.rope_type = {rope.rope_type!r}, and transformers has only longrope for Phi-3"
                 yield InvalidSetting((key, "rope_type"), why, 'write "longrope"')
 
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Rename rotary scaling `su` to `longrope`: the first files have the old name."""
+        rope = config.get("rope_scaling")
+        if isinstance(rope, Mapping) and rope.get("type") == "su":
+            config = {**config, "rope_scaling": {**rope, "type": "longrope"}}
+        return config
 
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Rename rotary scaling `su` to `longrope`: the first files have the old name."""
-    rope = config.get("rope_scaling")
-    if isinstance(rope, Mapping) and rope.get("type") == "su":
-        config = {**config, "rope_scaling": {**rope, "type": "longrope"}}
-    return config
+    @classmethod
+    def write_keys(cls, config: ConfigJson) -> ConfigJson:
+        """
+        Copy the original length from the rotary scaling to the top of a config, where transformers would use a default.
+        """
+        original = config.get("rope_parameters", {}).get("original_max_position_embeddings")
+        return {**config, "original_max_position_embeddings": original or config["max_position_embeddings"]}
 
-
-def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
-    """
-    Copy the original length from the rotary scaling to the top of a config, where transformers would use a default.
-    """
-    original = config.get("rope_parameters", {}).get("original_max_position_embeddings")
-    return {**config, "original_max_position_embeddings": original or config["max_position_embeddings"]}
-
-
-def _join_projections(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
-    """Yield the mapper that joins queries, keys and values to one tensor, or gate and up to another."""
-    if name.endswith(".self_attn.q_proj.weight"):
-        heads = architecture.num_attention_heads, *[architecture.num_key_value_heads] * 2
-        parts = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
-        sizes = [count * architecture.head_dim for count in heads]
-        yield concatenate(parts, name.replace(".q_proj.", ".qkv_proj."), sizes=sizes)
-    elif name.endswith(".mlp.gate_proj.weight"):
-        parts = [name, name.replace(".gate_proj.", ".up_proj.")]
-        yield concatenate(parts, name.replace(".gate_proj.", ".gate_up_proj."))
+    def join_tensors(self, name: str) -> Iterator[Mapper]:
+        """Yield the mapper that joins queries, keys and values to one tensor, or gate and up to another."""
+        if name.endswith(".self_attn.q_proj.weight"):
+            heads = self.num_attention_heads, *[self.num_key_value_heads] * 2
+            parts = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
+            sizes = [count * self.head_dim for count in heads]
+            yield concatenate(parts, name.replace(".q_proj.", ".qkv_proj."), sizes=sizes)
+        elif name.endswith(".mlp.gate_proj.weight"):
+            parts = [name, name.replace(".gate_proj.", ".up_proj.")]
+            yield concatenate(parts, name.replace(".gate_proj.", ".gate_up_proj."))
 
 
 @component(impact="incompatible")
@@ -80,7 +77,4 @@ class Phi3(DecoderBuilder):
             **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0),
             **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False),
         },
-        read=_convert_config_from_hf,
-        write=_convert_config_to_hf,
-        mapper=join_tensors(_join_projections),
     )

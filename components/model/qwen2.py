@@ -1,7 +1,7 @@
 """The component `model.qwen2`: Qwen2 and Qwen2.5 (Qwen team 2024, arXiv 2412.15115)."""
 
 from drawloom import at_least, component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     WINDOW,
     DecoderBuilder,
     DecoderConfig,

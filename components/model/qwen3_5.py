@@ -1,28 +1,7 @@
 """The component `model.qwen3_5`: dense Qwen3.5 for text (Qwen team 2026)."""
 
-from collections.abc import Iterator
-
 from drawloom import component
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family
-from drawloom.components.model.decoder.hybrid import (
-    HYBRID_DEFAULTS,
-    HybridConfig,
-    join_delta_nets,
-    read_hybrid_config,
-)
-from drawloom.components.model.decoder.mixer_specs import DeltaSpec
-from drawloom.components.weights.mapper_ops import concatenate, identity
-from drawloom.ports import Mapper
-
-
-def _join_projections(net: str, delta: DeltaSpec) -> Iterator[Mapper]:
-    """Yield the mapper that joins a gated delta net's q, k and v projections."""
-    parts = [f"{net}.in_proj_{part}.weight" for part in "qkv"]
-    yield concatenate(parts, f"{net}.in_proj_qkv.weight", sizes=delta.channels)
-
-
-create_qwen3_5_mapper = join_delta_nets(_join_projections, lambda names, _: identity(*names))
-"""Function for the mapper to files, where queries, keys and values of gated delta nets are joined."""
+from drawloom.components.model.declarations import HYBRID_DEFAULTS, DecoderBuilder, Family, HybridConfig
 
 
 @component(impact="incompatible")
@@ -37,6 +16,4 @@ class Qwen35(DecoderBuilder):
         derives_head_dim=False,
         nested_types={"qwen3_5": "model."},
         ignored=("mtp.*", "model.visual.*"),
-        read=read_hybrid_config,
-        mapper=create_qwen3_5_mapper,
     )

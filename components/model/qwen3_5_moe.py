@@ -3,17 +3,24 @@
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, config_class, size_setting
-from drawloom.components.model.decoder.expert_config import MoeConfig
-from drawloom.components.model.decoder.expert_specs import ExpertSpec
-from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, HybridConfig, read_hybrid_config
-from drawloom.components.model.qwen3_5 import create_qwen3_5_mapper
+from drawloom.components.model.declarations import (
+    HYBRID_DEFAULTS,
+    DecoderBuilder,
+    ExpertSpec,
+    Family,
+    HybridConfig,
+    MoeConfig,
+    config_class,
+    size_setting,
+)
 from drawloom.ports import ConfigJson
 
 
 @config_class
 class Qwen35MoeConfig(HybridConfig, MoeConfig):
     """Config of Qwen3.5 with experts: all tokens visit one expert more, whose output has a gate."""
+
+    stacks_experts = True
 
     shared_expert_intermediate_size: int = size_setting(
         "intermediate_size", "inner width of the expert that all tokens visit", default=512
@@ -27,13 +34,13 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
     def expert_spec(self) -> ExpertSpec:
         return attrs.evolve(super().expert_spec, shared="shared_expert", shared_gate=True)
 
-
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Fill in intermediate_size, which files lack because no layer is dense, and derive missing layer types."""
-    choices, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
-    if "intermediate_size" not in config and type(choices) is int and type(width) is int:
-        config = {**config, "intermediate_size": choices * width}
-    return read_hybrid_config(config)
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Fill in intermediate_size, which files lack because no layer is dense, and derive missing layer types."""
+        choices, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
+        if "intermediate_size" not in config and type(choices) is int and type(width) is int:
+            config = {**config, "intermediate_size": choices * width}
+        return super().read_keys(config)
 
 
 @component(impact="incompatible")
@@ -49,7 +56,5 @@ class Qwen35Moe(DecoderBuilder):
         derives_head_dim=False,
         nested_types={"qwen3_5_moe": "model."},
         ignored=("mtp.*", "model.visual.*"),
-        read=_convert_config_from_hf,
-        mapper=create_qwen3_5_mapper,
         has_classifier=False,
     )

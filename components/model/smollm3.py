@@ -5,15 +5,15 @@ from typing import Literal
 import attrs
 
 from drawloom import at_least, component
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     WINDOW,
     DecoderBuilder,
     Family,
     Rope,
     config_class,
+    fill_layer_list,
     training_setting,
 )
-from drawloom.components.model.decoder.hugging_face import fill_layer_list
 from drawloom.components.model.llama import LlamaConfig
 from drawloom.ports import ConfigJson
 
@@ -51,10 +51,10 @@ class SmolLm3Config(LlamaConfig):
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self.use_sliding_window and not self.no_rope_layers[layer] else None
 
-
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """Add `no_rope_layers`, if a config lacks it, computed from `no_rope_layer_interval`."""
-    return fill_layer_list(config, "no_rope_layers", config.get("no_rope_layer_interval", 4), _compute_rope_flags)
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Add `no_rope_layers`, if a config lacks it, computed from `no_rope_layer_interval`."""
+        return fill_layer_list(config, "no_rope_layers", config.get("no_rope_layer_interval", 4), _compute_rope_flags)
 
 
 @component(impact="incompatible")
@@ -66,5 +66,4 @@ class SmolLm3(DecoderBuilder):
         "smollm3",
         "SmolLM3ForCausalLM",
         hf_defaults={"max_position_embeddings": 32_768, "rope_theta": 2e6, "num_key_value_heads": 4},
-        read=_convert_config_from_hf,
     )

@@ -17,20 +17,10 @@ from drawloom.ports import TABLE_ROLE, Head, Mapper, Role, TensorGroup
 LAYERS = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 
 
-def _register_new_row_parameters(layer: nn.Module, split: NewTokenSplit, width: int) -> None:
-    """Register an uninitialized parameter (ids, width) for every name in the split."""
-    for name, size in split.sizes.items():
-        layer.register_parameter(name, nn.Parameter(torch.empty(size, width)))
-
-
 class SplitEmbedding(Embedding):
     """Embedding with a table `weight` (rows, hidden_size), and a parameter (ids, hidden_size) per name in the split."""
 
-    def __init__(self, base: Embedding, split: NewTokenSplit) -> None:
-        rows, width = base.weight.shape
-        super().__init__(rows, width, base.kernels)
-        self.weight, self.split = base.weight, split
-        _register_new_row_parameters(self, split, width)
+    split: NewTokenSplit
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids, int64 (...), to vectors (..., hidden_size) in the weight's dtype."""
@@ -53,11 +43,7 @@ class SplitEmbedding(Embedding):
 class SplitHead(Linear):
     """Head with a table `weight` (rows, hidden_size), and a parameter (ids, hidden_size) per name in the split."""
 
-    def __init__(self, base: Linear, split: NewTokenSplit) -> None:
-        rows, width = base.weight.shape
-        super().__init__(width, rows, base.kernels)
-        self.weight, self.split = base.weight, split
-        _register_new_row_parameters(self, split, width)
+    split: NewTokenSplit
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden_size), of any floating dtype, to logits (..., size) in the weight's dtype."""
@@ -78,13 +64,16 @@ def _compute_all_logits(layer: SplitEmbedding | SplitHead, hidden: Tensor) -> Te
 
 
 def replace_by_split_layers(module: nn.Module, split: NewTokenSplit) -> nn.Module:
-    """Replace a module's embeddings and heads, with `split.rows` rows, by split ones in place; return the module."""
-    for name, layer in list(module.named_modules()):
-        owner, _, leaf = name.rpartition(".")
+    """Change the classes of a module's embeddings and heads, with `split.rows` rows, to split ones; return it."""
+    for name, layer in module.named_modules():
         if type(layer) is Embedding:
-            setattr(module.get_submodule(owner), leaf, SplitEmbedding(layer, split))
-        elif leaf == "lm_head" and type(layer) is Linear:
-            setattr(module.get_submodule(owner), leaf, SplitHead(layer, split))
+            layer.__class__ = SplitEmbedding
+        elif name.rpartition(".")[2] == "lm_head" and type(layer) is Linear:
+            layer.__class__ = SplitHead
+        if isinstance(layer, SplitEmbedding | SplitHead):
+            layer.split = split
+            for parameter, size in split.sizes.items():
+                layer.register_parameter(parameter, nn.Parameter(torch.empty(size, layer.weight.shape[1])))
     return module
 
 

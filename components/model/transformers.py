@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from drawloom import Problem, UserError, component, setting, wired
-from drawloom.components.model.auto import FAMILIES
+from drawloom import Problem, UserError, component, wired
+from drawloom.components.model.auto import FAMILIES, FolderModel
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
 from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
 from drawloom.components.model.fallback.build import (
@@ -21,9 +20,14 @@ from drawloom.components.model.fallback.build import (
     has_transformers_classifier,
     load_transformers_config,
 )
-from drawloom.components.model.fallback.checks import EXPERT_COUNTS, Verdict, run_self_check
-from drawloom.components.model.fallback.module import TransformersLM
-from drawloom.components.model.fallback.parts import SelfCheckError, first_config_value, mask_layer_number
+from drawloom.components.model.fallback.checks import EXPERT_COUNTS, run_self_check
+from drawloom.components.model.fallback.module import (
+    Parts,
+    SelfCheckError,
+    TransformersLM,
+    first_config_value,
+    mask_layer_number,
+)
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.load import open_and_check_folder
 from drawloom.ports import (
@@ -42,7 +46,7 @@ CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 @component(impact="incompatible", needs={"transformers": "drawloom[transformers]"})
-class Transformers:
+class Transformers(FolderModel):
     """
     Causal language model of the library transformers, from a folder, for families without a component of their own.
 
@@ -55,10 +59,6 @@ class Transformers:
 
     kernels: Kernels
     tokenizer: Tokenizer | None = wired(default=None)
-    path: Path = setting("folder with a config.json, and with safetensors files if `weights` is true")
-    weights: bool = setting(
-        "load the folder's weights; false for random weights", default=True, impact="changes_training"
-    )
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
@@ -82,27 +82,11 @@ class Transformers:
             split = "partition its layers" if dimension == "tensor" else "split rows"
             yield f"model.transformers can't {split} over ranks"
 
-    def check_before_open(self) -> None:
-        """Raise UserError for an invalid folder, a model that fails a check, or a tokenizer with too many ids."""
-        try:
-            self._check_path()
-            _ = self._self_check_result
-            if self.weights:
-                open_and_check_folder(self.path, self._build_on_meta(), self.hugging_face_mapper().inverse())
-            self._check_tokenizer()
-        except UserError as error:
-            raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
-
-    def _check_path(self) -> None:
-        """Raise UserError if the path, its config.json, or safetensors files to load are missing."""
-        if not self.path.exists():
-            raise UserError(f"there is no folder {self.path}; write one with a config.json")
-        read_config_json(locate_config_json(self.path))
-        if self.weights and not (self.path.is_dir() and any(self.path.glob("*.safetensors"))):
-            raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
-
-    def _check_tokenizer(self) -> None:
-        """Raise UserError if the tokenizer has more ids than the model's vocabulary."""
+    def check_model(self) -> None:
+        """Raise UserError for a model that fails a check, or a tokenizer with more ids than the vocabulary."""
+        _ = self._parts
+        if self.weights:
+            open_and_check_folder(self.path, self._build_on_meta(), self.hugging_face_mapper().inverse())
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size:
             raise UserError(
                 f"the tokenizer has {self.tokenizer.vocab_size} ids, but the model's vocabulary only "
@@ -114,8 +98,8 @@ class Transformers:
         return load_transformers_config(self.path)
 
     @cached_property
-    def _self_check_result(self) -> Verdict:
-        """The self-check's result. Raises UserError if the model fails."""
+    def _parts(self) -> Parts:
+        """The parts that the self-check found. Raises UserError if the model fails."""
         try:
             return run_self_check(self._config)
         except SelfCheckError as error:
@@ -135,40 +119,30 @@ class Transformers:
         return build_meta_model(self._config)
 
     @property
-    def initial_weights(self) -> Path | None:
-        return self.path if self.weights else None
-
-    def list_input_files(self) -> dict[str, list[Path]]:
-        return {"path": [locate_config_json(self.path)]}
-
-    @property
     def num_hidden_layers(self) -> int:
-        layers: int = first_config_value(self._config, "num_hidden_layers")
-        return layers
+        return first_config_value(self._config, "num_hidden_layers")  # type: ignore[no-any-return]
 
     @property
     def vocab_size(self) -> int:
-        size: int = first_config_value(self._config, "vocab_size")
-        return size
+        return first_config_value(self._config, "vocab_size")  # type: ignore[no-any-return]
 
     @property
     def max_sequence_length(self) -> int | None:
-        longest: int | None = first_config_value(self._config, "max_position_embeddings")
-        return longest
+        return first_config_value(self._config, "max_position_embeddings")  # type: ignore[no-any-return]
 
     @property
     def position_count(self) -> int | None:
         longest = self.max_sequence_length
-        parts = [self._meta_model.get_submodule(name) for name in self._self_check_result.parts.before]
+        parts = [self._meta_model.get_submodule(name) for name in self._parts.before]
         tables = [part for whole in parts for part in whole.modules() if isinstance(part, nn.Embedding)]
         # OPT's table has two more rows; other tables, such as for types of tokens, are smaller.
         return longest if longest and any(longest <= table.num_embeddings <= longest + 2 for table in tables) else None
 
     def build(self, span: LayerRange) -> nn.Module:
-        reason = self._self_check_result.no_stages
+        reason = self._parts.no_stages
         if reason and not (span.embedding and span.head):
             raise self._create_check_error("stages", f"{reason}, so that it has only one pipeline stage")
-        module = TransformersLM(build_meta_model(self._config), self._self_check_result.parts, span, self.kernels)
+        module = TransformersLM(build_meta_model(self._config), self._parts, span, self.kernels)
         if (device := torch.get_default_device()).type != "meta":
             allocate_parameters(module, device)
         return module
@@ -179,7 +153,7 @@ class Transformers:
     def initialize_parameter(
         self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
     ) -> None:
-        constant = self._self_check_result.constants.get(mask_layer_number(name))
+        constant = self._parts.constants.get(mask_layer_number(name))
         std = first_config_value(self._config, "initializer_range", "init_std") or 0.02
         role = Role(False, "normal" if constant is None else constant)
         fill_with_initial_weights(
@@ -190,6 +164,7 @@ class Transformers:
         return find_float32_patterns(self._meta_model)
 
     def forward_flops(self, span: LayerRange | None = None) -> ForwardFlops:
+        span = span or LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
         module = self._build_on_meta(span)
         shapes = dict(module.named_parameters())
         by_parameter = {
@@ -197,14 +172,13 @@ class Transformers:
             for name, role in parameter_roles(module)
             if name in shapes
         }
-        per_pair = self._count_pair_flops(range(module.span.first, module.span.last))
+        per_pair = self._count_pair_flops(range(span.first, span.last))
         return ForwardFlops({name: flops for name, flops in by_parameter.items() if flops}, per_pair)
 
     def _estimate_parameter_uses(self, name: str, parameter: Tensor, role: Role) -> float:
         """Return how often a token is multiplied by a parameter, a fraction for experts: chosen / all."""
-        parts = self._self_check_result.parts
-        if name == f"{parts.embedding}.weight":
-            return float(parts.tied)
+        if name == f"{self._parts.embedding}.weight":
+            return float(self._parts.tied)
         experts: int | None = first_config_value(self._config, *EXPERT_COUNTS)
         if ".experts." in name and parameter.ndim > 1 and experts:
             return float(first_config_value(self._config, *CHOSEN_EXPERTS) or experts) / experts
@@ -212,28 +186,22 @@ class Transformers:
 
     def _count_pair_flops(self, layers: range) -> dict[int | None, float]:
         """Return FLOPs per query-key pair, summed over these layers, by window (None: full attention)."""
-        config = self._config
-        heads = first_config_value(config, "num_attention_heads")
-        width = first_config_value(config, "head_dim") or first_config_value(config, "hidden_size") // heads
+        get = partial(first_config_value, self._config)
+        heads = get("num_attention_heads")
+        width = get("head_dim") or get("hidden_size") // heads
         both = 2 * width
-        if rope_width := first_config_value(config, "qk_rope_head_dim"):
-            both = (
-                (first_config_value(config, "qk_nope_head_dim") or 0)
-                + rope_width
-                + (first_config_value(config, "v_head_dim") or width)
-            )
-        kinds = first_config_value(config, "layer_types") or ["full_attention"] * self.num_hidden_layers
+        if rope_width := get("qk_rope_head_dim"):
+            both = (get("qk_nope_head_dim") or 0) + rope_width + (get("v_head_dim") or width)
         flops: dict[int | None, float] = {}
+        kinds = get("layer_types") or ["full_attention"] * self.num_hidden_layers
         for kind in kinds[layers.start : layers.stop]:
-            window = first_config_value(config, "sliding_window") if kind == "sliding_attention" else None
+            window = get("sliding_window") if kind == "sliding_attention" else None
             flops[window] = flops.get(window, 0.0) + 2.0 * heads * both
         return flops
 
     def hugging_face_config(self) -> ConfigJson:
         # A file may leave the tie out, and adapters of a table depend on it.
-        return read_config_json(locate_config_json(self.path)) | {
-            "tie_word_embeddings": self._self_check_result.parts.tied
-        }
+        return read_config_json(locate_config_json(self.path)) | {"tie_word_embeddings": self._parts.tied}
 
     def hugging_face_mapper(self) -> Mapper:
         names = [*persistent_tensors(self._build_on_meta())]
@@ -242,7 +210,7 @@ class Transformers:
         except SelfCheckError as error:
             raise self._create_check_error(error.check, error.reason) from error
 
-    def _build_on_meta(self, span: LayerRange | None = None) -> TransformersLM:
+    def _build_on_meta(self, span: LayerRange | None = None) -> nn.Module:
         """Build drawloom's module for a span, or for the whole model, on the meta device."""
-        span = span or LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
-        return TransformersLM(build_meta_model(self._config), self._self_check_result.parts, span, self.kernels)
+        with torch.device("meta"):
+            return self.build(span or LayerRange(0, self.num_hidden_layers, embedding=True, head=True))

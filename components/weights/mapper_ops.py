@@ -83,21 +83,22 @@ def concatenate(names: Sequence[str], target: str, dim: int = 0, sizes: Sequence
     return Mapper((TensorGroup(tuple(names), (target,), join, separate),))
 
 
-def concatenate_blocks(names: Sequence[str], target: str, blocks: int, sizes: Sequence[int]) -> Mapper:
+def concatenate_blocks(names: Sequence[str], target: str, blocks: int, sizes: Sequence[int], dim: int = 0) -> Mapper:
     """
     Concatenate tensors block by block: the first blocks of all tensors, then the second blocks, and so on.
 
-    Each tensor (blocks * size, ...) has `blocks` blocks, of as many rows as its entry in `sizes`.
+    Each tensor (..., blocks * size, ...) has `blocks` blocks along `dim`, as long as its entry in `sizes`.
     """
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [torch.cat([tensor.reshape(blocks, -1, *tensor.shape[1:]) for tensor in tensors], 1).flatten(0, 1)]
+        by_block = [tensor.unflatten(dim, (blocks, -1)) for tensor in tensors]  # type: ignore[no-untyped-call]
+        return [torch.cat(by_block, dim + 1).flatten(dim, dim + 1)]
 
     def separate(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        if tensors[0].size(0) != (rows := blocks * sum(sizes)):
-            raise ValueError(f"dimension 0 has size {tensors[0].size(0)}, not {rows}")
-        by_block = tensors[0].reshape(blocks, -1, *tensors[0].shape[1:])
-        return [piece.flatten(0, 1) for piece in torch.split(by_block, list(sizes), 1)]
+        if (length := tensors[0].size(dim)) != (total := blocks * sum(sizes)):
+            raise ValueError(f"dimension {dim} has size {length}, not {total}")
+        by_block = tensors[0].unflatten(dim, (blocks, -1))  # type: ignore[no-untyped-call]
+        return [piece.flatten(dim, dim + 1) for piece in torch.split(by_block, list(sizes), dim + 1)]
 
     return Mapper((TensorGroup(tuple(names), (target,), join, separate),))
 

@@ -85,12 +85,13 @@ class LongRopeScaling:
     """
     LongRoPE scaling: frequencies are divided by factors by pair, which depend on the length of a document.
 
-    A document of more than `original_max_position_embeddings` tokens has the factors `long`, other documents `short`.
-    `attention_factor` multiplies cos and sin. Cached keys keep the rotation for the length at their computation.
+    A document of more than `original_max_position_embeddings` tokens has the factors `long_factor`, other documents
+    `short_factor`. `attention_factor` multiplies cos and sin. Cached keys keep the rotation for the length at their
+    computation.
     """
 
-    short: tuple[float, ...]
-    long: tuple[float, ...]
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
     original_max_position_embeddings: int
     attention_factor: float = 1.0
 
@@ -122,7 +123,7 @@ def rope_frequencies(
         kept = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         return (frequencies / scaling.factor).lerp(frequencies, kept.clamp(0, 1))
     if isinstance(scaling, LongRopeScaling):
-        return frequencies / torch.tensor(scaling.short, device=device)
+        return frequencies / torch.tensor(scaling.short_factor, device=device)
     return frequencies
 
 
@@ -179,7 +180,10 @@ def _compute_longrope_frequencies_by_token(
 ) -> Tensor:
     """Return frequencies by token, (..., length, rotary_dim // 2), which depend on the length of its document."""
     plain = rope_frequencies(rotary_dim, base, device=positions.device)
-    short, long = (plain / torch.tensor(factors, device=positions.device) for factors in (scaling.short, scaling.long))
+    short, long = (
+        plain / torch.tensor(factors, device=positions.device)
+        for factors in (scaling.short_factor, scaling.long_factor)
+    )
     is_long = document_length_by_token(positions) > scaling.original_max_position_embeddings
     return torch.where(is_long.unsqueeze(-1), long, short)
 

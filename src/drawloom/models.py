@@ -10,10 +10,10 @@ by `parallel` and `sequential`.
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, LayerTypesConfig
+from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
-from drawloom.components.model.decoder.mapper import create_decoder_mapper
+from drawloom.components.model.decoder.layer_types import LayerTypesConfig
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear, LinearHead, RMSNorm
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, concatenate, identity, rename, stack, transpose, unstack
@@ -30,7 +30,6 @@ __all__ = [
     "RMSNorm",
     "chunk",
     "concatenate",
-    "create_decoder_mapper",
     "derive_seed",
     "fill_normal",
     "fill_with_initial_weights",

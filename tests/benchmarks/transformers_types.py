@@ -17,8 +17,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.fallback.checks import run_self_check
-from drawloom.components.model.fallback.module import register_attention
-from drawloom.components.model.fallback.parts import SelfCheckError
+from drawloom.components.model.fallback.module import SelfCheckError, register_attention
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers_types.md"
 MAX_SECONDS = 120

@@ -84,9 +84,10 @@ class Attention(TensorParallel):
         rope, by_head = self.spec.rope, self.spec.qk_norm == "head"
         if rope is None or context.angles is None:
             return (self.q_norm(q), self.k_norm(k), v) if by_head else (q, k, v)
-        cos, sin = context.angles
         if not by_head:
-            return self.kernels.rope(q, cos, sin, rope.interleaved), self.kernels.rope(k, cos, sin, rope.interleaved), v
+            q, k = (context.rotate(self.kernels, x, rope.interleaved) for x in (q, k))
+            return q, k, v
+        cos, sin = context.angles
         # One kernel norms and rotates both, as it reads each vector once.
         q, k = self.kernels.qk_norm_rope(
             q,

@@ -15,7 +15,7 @@ from drawloom import Problem, UserError, setting, wired
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
     derive_head_sizes,
-    find_head_count_faults,
+    find_size_faults,
     size_setting,
 )
 from drawloom.components.model.decoder.family import Family
@@ -24,7 +24,6 @@ from drawloom.components.model.decoder.rope import (
     InvalidSetting,
     RopeScaling,
     find_duplicate_rope_settings,
-    find_rope_faults,
     separate_theta_and_scaling,
 )
 from drawloom.components.model.new_tokens import (
@@ -67,10 +66,13 @@ EXAMPLES = {
 def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool) -> Iterator[InvalidSetting]:
     """Return problems in a recipe's settings; None stands for a setting left out."""
     given = _drop_unset_settings(family, settings)
+    yield from find_duplicate_rope_settings(given)
     if settings["config"] is not None:
-        yield from find_duplicate_rope_settings(given)
         return  # the file sets everything else, and may be on another machine
-    needed = _list_required_keys(family)
+    derived = ("num_key_value_heads", "head_dim", "vocab_size")
+    needed = [key for key in family.required_keys if key not in derived]
+    if "moe_intermediate_size" in needed and "intermediate_size" in needed:
+        needed.remove("intermediate_size")
     for key in needed:
         if key not in given:
             example = f"{key} = {dump_toml(EXAMPLES[key])}"
@@ -78,16 +80,14 @@ def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool)
     if "vocab_size" not in given and not has_tokenizer:
         instead = "add a [tokenizer], or write the number of its ids: vocab_size = 50304, for example"
         yield InvalidSetting("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
-    if "hidden_size" in given and "num_attention_heads" in given:
-        yield from _find_attention_faults(given)
-    yield from find_duplicate_rope_settings(given)
     complete = family.constants | derive_head_sizes(given) | given
-    rotary_dim = None
-    if "head_dim" in complete:
-        rotary_dim = int(complete["head_dim"] * complete.get("partial_rotary_factor", 1.0))
-    for key in ("rope_scaling", "rope_parameters"):
-        if key in given:
-            yield from find_rope_faults(given[key], rotary_dim, key)
+    width, heads = given.get("hidden_size", 0), given.get("num_attention_heads", 1)
+    if "head_dim" not in given and width % heads:
+        why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
+        yield InvalidSetting("num_attention_heads", why, "write head_dim = 64, for example")
+        yield from find_size_faults(given)
+    else:
+        yield from find_size_faults(complete)
     if given.keys() >= set(needed):
         yield from family.config.find_faults(complete)
 
@@ -125,13 +125,6 @@ def build_architecture_from_settings(
     return architecture
 
 
-def _list_required_keys(family: Family) -> list[str]:
-    """Return the keys without a default, constant or derived."""
-    derived = {"num_key_value_heads", "head_dim", "vocab_size"}
-    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
-    return [key for key in needed if key != "intermediate_size" or "moe_intermediate_size" not in needed]
-
-
 def _drop_unset_settings(family: Family, settings: Settings) -> dict[str, Any]:
     """Return the settings that are keys of the family's `config.json` and not None."""
     return {key: settings[key] for key in (*family.keys, "rope_parameters") if settings.get(key) is not None}
@@ -158,21 +151,6 @@ def _read_and_override_config(family: Family, settings: Settings) -> DecoderConf
 
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
-
-
-def _find_attention_faults(given: Settings) -> Iterator[InvalidSetting]:
-    """Yield the fault if head counts or sizes do not fit together, or head_dim has no default."""
-    width, heads = given["hidden_size"], given["num_attention_heads"]
-    if "head_dim" not in given and width % heads:
-        why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
-        yield InvalidSetting("num_attention_heads", why, "write head_dim = 64, for example")
-        return
-    yield from find_head_count_faults(
-        heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads)
-    )
-
-
-NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
 
 
 @component_base_class
@@ -215,17 +193,10 @@ class DecoderModel:
         """The settings of the config, by key; None for those that are left out."""
         raise NotImplementedError
 
-    def build_architecture(self) -> DecoderConfig:
-        """Return the config for the settings and the tokenizer's size. Raises UserError for invalid settings."""
-        tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
-        return build_architecture_from_settings(
-            self.family, self.config_settings, tokens, count_new_tokens(self.new_tokens)
-        )
-
     @classmethod
     def find_split_faults(cls, node: Any, dimension: str, ranks: int) -> Iterator[str]:
         if dimension == "tensor" and node.settings["new_tokens"]:
-            yield NEW_TOKENS_ARE_WHOLE
+            yield "the rows of new tokens can't be shared"
         if (family := cls.find_family(node)) is not None:
             yield from family.config.find_split_faults(cls.read_sizes(node), dimension, ranks)
 
@@ -245,8 +216,15 @@ class DecoderModel:
 
     @cached_property
     def architecture(self) -> DecoderConfig:
-        """The config, computed on first use, because the tokenizer reads a file."""
-        return self.build_architecture()
+        """
+        The config for the settings and the tokenizer's size, computed on first use, because the tokenizer reads a file.
+
+        Raises UserError for invalid settings.
+        """
+        tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
+        return build_architecture_from_settings(
+            self.family, self.config_settings, tokens, count_new_tokens(self.new_tokens)
+        )
 
     @property
     def scaling(self) -> ModelScaling:
@@ -275,10 +253,8 @@ class DecoderModel:
         return self.architecture.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
-        family, architecture = self.family, self.architecture
-        model_class = resolve_name(f"{__package__}.{architecture.model_class}")
-        module = model_class(architecture, span, self.kernels, self.scaling)
-        module.create_mapper = lambda names: family.mapper(names, architecture)
+        model_class = resolve_name(f"{__package__}.{self.architecture.model_class}")
+        module = model_class(self.architecture, span, self.kernels, self.scaling)
         if self.new_token_split is None:
             return module  # type: ignore[no-any-return]
         from drawloom.components.model.split_vocabulary import replace_by_split_layers
@@ -320,6 +296,7 @@ class DecoderModel:
         return self.family.nested_types.get(str(read_config_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
+        from drawloom.components.model.decoder.mapper import create_decoder_mapper
         from drawloom.components.weights.convert import persistent_tensors
         from drawloom.components.weights.mapper import sequential
 
@@ -329,7 +306,7 @@ class DecoderModel:
 
             joined = create_vocabulary_join_mapper(names, self.new_token_split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
-        mapper = sequential(joined, self.family.mapper(kept, self.architecture))
+        mapper = sequential(joined, create_decoder_mapper(kept, self.architecture))
         return attrs.evolve(mapper, ignored=(*self.family.ignored, *self.architecture.unread_tensors))
 
     @cached_property

@@ -1,23 +1,24 @@
 """Decoder configs: keys of a `config.json`, also settings of recipes, and every layer's specification."""
 
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import attrs
 import torch
 
-from drawloom import above, at_least, between, setting
+from drawloom import above, between, setting
 from drawloom.components.model.decoder.rope import (
     BY_LENGTH,
     InvalidSetting,
     Rope,
     RopeScaling,
     convert_to_kernel_scaling,
+    find_rope_faults,
 )
 from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
-from drawloom.ports import AttentionOptions, Settings
+from drawloom.ports import AttentionOptions, ConfigJson, Mapper, Settings
 
 MAX_SIZES = {
     "num_hidden_layers": 10_000,  # ten times the deepest transformers; building many more would take hours
@@ -34,6 +35,10 @@ MAX_SIZES = {
 
 ATTENTION_BIAS = "add biases to the linear layers of attention"
 WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
+
+
+Norms = tuple[str | None, str | None]
+"""Names of the norms before and after a module, or None."""
 
 
 training_setting = partial(setting, impact="changes_training")
@@ -87,6 +92,18 @@ class DecoderConfig:
     model_class: ClassVar[str] = "model:CausalLM"
     """The causal model's module and class."""
 
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Names of keys in files, by ours."""
+
+    zero_is_null: ClassVar[tuple[str, ...]] = ()
+    """Keys that are null in files where they are 0 in recipes, which have no null."""
+
+    stacks_experts: ClassVar[bool] = False
+    """Whether files have all experts of a layer in one tensor, as the model has."""
+
+    renamed_tensors: ClassVar[Mapping[str, str]] = {}
+    """Regular expressions, replaced one after another in the names of tensors in files."""
+
     # Class variables that a family may declare as keys.
     residual_multiplier = 1.0
     """Factor of outputs that are added to the residual stream."""
@@ -99,6 +116,12 @@ class DecoderConfig:
 
     mlp_bias = False
     """Whether the linear layers of feed-forward networks have biases."""
+
+    attention_gate = False
+    """Whether attention's output is multiplied by the sigmoid of a projection."""
+
+    attention_sinks = False
+    """Whether every head has a learned score for one more key, whose value is 0."""
 
     num_hidden_layers: int = size_setting("num_hidden_layers", "number of layers")
     hidden_size: int = size_setting("hidden_size", "width of the hidden states")
@@ -153,6 +176,28 @@ class DecoderConfig:
         """Patterns (fnmatch) for tensors in files without a parameter in the model."""
         return ()
 
+    def join_tensors(self, name: str) -> Iterator[Mapper]:
+        """
+        Yield the mappers for a parameter that files join with others or reshape; it reads the others, too.
+
+        Other parameters are mapped by `create_decoder_mapper`.
+        """
+        yield from ()
+
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """
+        Convert a `config.json` to this class's keys, before defaults are filled in.
+
+        Raises ValueError, with a reason that follows the path, for a config that can't be built.
+        """
+        return config
+
+    @classmethod
+    def write_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Convert a complete `config.json` with this class's keys to its form in files."""
+        return config
+
     def has_bias(self, projection: str) -> bool:
         """Return whether a linear layer, called as in transformers (`q_proj`), has a bias."""
         is_mlp = projection in ("gate_proj", "up_proj", "down_proj")
@@ -171,11 +216,7 @@ class DecoderConfig:
         )
 
     def mixer_spec_of(self, layer: int) -> MixerSpec:
-        """Return the specification for a layer's attention."""
-        return self.grouped_attention_spec_of(layer)
-
-    def grouped_attention_spec_of(self, layer: int) -> AttentionSpec:
-        """Return the specification for a layer's attention with grouped queries."""
+        """Return the specification for a layer's attention: here with grouped queries."""
         return AttentionSpec(
             heads=self.num_attention_heads,
             kv_heads=self.num_key_value_heads,
@@ -183,6 +224,8 @@ class DecoderConfig:
             rope=self.rope_of(layer),
             window=self.window_of(layer),
             qk_norm=self.qk_norm,
+            gate=self.attention_gate,
+            sinks=self.attention_sinks,
             options=AttentionOptions(scale=self.attention_score_scale),
         )
 
@@ -194,12 +237,17 @@ class DecoderConfig:
         """Return the name and the specification of the module in a layer's first branch: here attention."""
         return "self_attn", self.mixer_spec_of(layer)
 
+    def norms_of(self, layer: int) -> tuple[Norms, Norms]:
+        """Return a layer's norms: names before and after its mixer, then around its feed-forward network."""
+        return ("input_layernorm", None), ("post_attention_layernorm", None)
+
     def branches_of(self, layer: int) -> Sequence[Branch]:
-        """Return a layer's branches, in order: here a pre-norm mixer and a pre-norm feed-forward network."""
+        """Return a layer's branches, in order: here a mixer and a feed-forward network."""
         name, mixer = self.mixer_of(layer)
+        (before, after), (before_mlp, after_mlp) = self.norms_of(layer)
         return (
-            Branch("input_layernorm", name, mixer),
-            Branch("post_attention_layernorm", "mlp", self.mlp_spec_of(layer)),
+            Branch(before, name, mixer, after),
+            Branch(before_mlp, "mlp", self.mlp_spec_of(layer), after_mlp),
         )
 
     @property
@@ -280,57 +328,6 @@ def rotary_factor_setting(default: float) -> Any:
     )
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-SlidingTypes = list[Literal["full_attention", "sliding_attention"]]
-"""Types of layers with full attention and with a window."""
-
-
-def alternate_layer_types(layers: int, interval: int, other: str = SLIDING) -> list[str]:
-    """Return a type for every layer: full attention for the last of every `interval` layers, `other` for the rest."""
-    return [other if (layer + 1) % interval else FULL for layer in range(layers)]
-
-
-def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
-    """Declare `layer_types`: by default the last of every `interval` layers has full attention."""
-    ordinals = {2: "second", 3: "third", 4: "fourth", 6: "sixth"}
-    return training_setting(
-        f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
-        default=attrs.Factory(
-            lambda self: alternate_layer_types(self.num_hidden_layers, interval, other), takes_self=True
-        ),
-    )
-
-
-@config_class
-class WindowConfig(DecoderConfig):
-    """Config with an optional sliding window in all layers."""
-
-    sliding_window: int | None = training_setting(
-        "number of tokens that a token attends to, including itself; default: all before it",
-        default=None,
-        check=at_least(1),
-    )
-
-    def window_of(self, layer: int) -> int | None:
-        return self.sliding_window
-
-
-@config_class
-class LayerTypesConfig(DecoderConfig):
-    """
-    Config with a type for every layer: full attention, or attention within `sliding_window` tokens.
-
-    `layer_types` may be longer than the model.
-    """
-
-    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
-    layer_types: SlidingTypes = layer_types_setting(4)
-
-    def window_of(self, layer: int) -> int | None:
-        return self.sliding_window if self.layer_types[layer] == SLIDING else None
-
-
 def derive_head_sizes(given: Settings) -> dict[str, int]:
     """Return the defaults of head sizes that follow from the other sizes, if these are known."""
     width, heads = given.get("hidden_size"), given.get("num_attention_heads")
@@ -346,3 +343,15 @@ def find_head_count_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator
     if head_dim % 2:
         why = f"head_dim = {head_dim} is odd, and rotary positions rotate pairs of channels"
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
+
+
+def find_size_faults(sizes: Settings) -> Iterator[InvalidSetting]:
+    """Yield the faults in heads and rotary positions, as far as the sizes are known."""
+    heads, head_dim, rotary_dim = sizes.get("num_attention_heads"), sizes.get("head_dim"), None
+    if head_dim is not None:
+        rotary_dim = int(head_dim * sizes.get("partial_rotary_factor", 1.0))
+        if heads is not None:
+            yield from find_head_count_faults(heads, sizes.get("num_key_value_heads", heads), head_dim)
+    for key in ("rope_scaling", "rope_parameters"):
+        if (rope := sizes.get(key)) is not None:
+            yield from find_rope_faults(rope, rotary_dim, key)

@@ -2,12 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 
+import attrs
+
 from drawloom import above, at_least, setting
 from drawloom.components.model.decoder.config import DecoderConfig, config_class, size_setting, training_setting
 from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.ports import Settings
+
+MIXTRAL_EXPERTS = {
+    r"\.mlp\.(gate|shared_experts|experts)\.": r".block_sparse_moe.\1.",
+    r"(\.experts\.\d+)\.gate_proj\.": r"\1.w1.",
+    r"(\.experts\.\d+)\.up_proj\.": r"\1.w3.",
+    r"(\.experts\.\d+)\.down_proj\.": r"\1.w2.",
+}
+"""Patterns for files in which experts have Mixtral's names."""
 
 MAX_EXPERTS_IN_ALL = 1_000_000
 """Experts of all layers: each is a tensor of its own in files."""
@@ -109,6 +119,8 @@ def find_dense_width_faults(given: Settings, dense: Sequence[int]) -> Iterator[I
 class GroupedExpertsConfig(MoeConfig):
     """Config for routed experts in groups and shared experts in all layers but the first."""
 
+    renamed = {"num_experts": "n_routed_experts"}
+
     n_shared_experts: int = size_setting(
         "num_experts", "number of shared experts per layer, which process all tokens", default=1
     )
@@ -118,6 +130,16 @@ class GroupedExpertsConfig(MoeConfig):
     )
     n_group: int = training_setting("number of expert groups", default=1, check=at_least(1))
     topk_group: int = training_setting("maximum number of expert groups per token", default=1, check=at_least(1))
+
+    @property
+    def routing(self) -> Routing:
+        """Routing within groups, with float32 logits."""
+        return Routing(
+            routed_scaling_factor=self.routed_scaling_factor,
+            n_group=self.n_group,
+            topk_group=self.topk_group,
+            wide_logits=True,
+        )
 
     @property
     def shared_expert_width(self) -> int:
@@ -135,7 +157,19 @@ class GroupedExpertsConfig(MoeConfig):
             why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
             yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
         yield from find_dense_width_faults(given, range(dense))
-        yield from _find_expert_group_faults(given)
+        experts, choices = given["num_experts"], given["num_experts_per_tok"]
+        groups, used = given["n_group"], given["topk_group"]
+        if experts % groups or (groups > 1 and experts // groups < 2):
+            fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
+            why = f"n_group = {groups} does not divide num_experts = {experts} into groups of 2 or more"
+            yield InvalidSetting("n_group", why, f"write one of {', '.join(map(str, fitting))}")
+        elif used > groups:
+            why = f"topk_group = {used} is more than n_group = {groups}"
+            yield InvalidSetting("topk_group", why, f"write {groups}")
+        elif choices > used * (experts // groups) and choices <= experts:
+            allowed = f"topk_group = {used} allows {used * experts // groups} experts"
+            why = f"{allowed}, fewer than num_experts_per_tok = {choices}"
+            yield InvalidSetting("topk_group", why, f"write {-(-choices * groups // experts)}, or more")
 
 
 @config_class
@@ -151,33 +185,5 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
 
     @property
     def routing(self) -> Routing:
-        """Routing by sigmoid scores, with float32 logits and a balancing bias."""
-        return Routing(
-            scoring_func="sigmoid",
-            bias=True,
-            norm_topk_prob=self.norm_topk_prob,
-            routed_scaling_factor=self.routed_scaling_factor,
-            n_group=self.n_group,
-            topk_group=self.topk_group,
-            wide_logits=True,
-        )
-
-
-def _find_expert_group_faults(given: Settings) -> Iterator[InvalidSetting]:
-    """Yield the fault if groups do not divide the experts, or allow fewer experts than a token chooses."""
-    experts, choices = given["num_experts"], given["num_experts_per_tok"]
-    groups, used = given["n_group"], given["topk_group"]
-    if experts % groups or (groups > 1 and experts // groups < 2):
-        fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
-        why = f"n_group = {groups} does not divide num_experts = {experts} into groups of 2 or more"
-        yield InvalidSetting("n_group", why, f"write one of {', '.join(map(str, fitting))}")
-    elif used > groups:
-        yield InvalidSetting("topk_group", f"topk_group = {used} is more than n_group = {groups}", f"write {groups}")
-    elif choices > used * (experts // groups) and choices <= experts:
-        allowed = f"topk_group = {used} allows {used * experts // groups} experts"
-        why = f"{allowed}, fewer than num_experts_per_tok = {choices}"
-        yield InvalidSetting("topk_group", why, f"write {-(-choices * groups // experts)}, or more")
-
-
-RENAMED = {"num_experts": "n_routed_experts"}
-"""Keys that have other names in a `config.json`."""
+        """Routing by sigmoid scores, with a balancing bias."""
+        return attrs.evolve(super().routing, scoring_func="sigmoid", bias=True, norm_topk_prob=self.norm_topk_prob)

@@ -5,24 +5,25 @@ from typing import ClassVar, Literal
 import attrs
 from torch import Tensor
 
-from drawloom.components.model.decoder.specs import Activation, MlpSpec, PartSpec
+from drawloom.components.model.decoder.specs import Activation, PartSpec
 from drawloom.ports import Kernels
 
 
 @attrs.frozen
 class SwiGlu:
-    """The experts' activation silu(gate) * up; `parameter` is the matrix before it."""
+    """
+    The experts' activation silu(gate) * up; `parameter` is the matrix before it.
+
+    `in_mlp` is the activation of a feed-forward network beside the experts.
+    """
 
     parameter: ClassVar[str] = "gate_up_proj"
     factors: ClassVar[int] = 2
+    in_mlp: ClassVar[Activation] = "silu"
 
     def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
         """Return (rows, width) for products (rows, factors * width), multiplied by scale (rows,)."""
         return kernels.swiglu_halves(rows, scale)
-
-    def make_mlp_spec(self, width: int) -> PartSpec:
-        """Return the specification of a feed-forward network with this activation."""
-        return MlpSpec(width=width)
 
 
 @attrs.frozen
@@ -84,16 +85,7 @@ class ExpertSpec(PartSpec):
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
     latent_width: int | None = None
-    part = "experts:SparseMoeBlock"
-
-
-@attrs.frozen(kw_only=True)
-class SquaredReluSpec(MlpSpec):
-    """Specification of a feed-forward network with squared ReLU and without a gate."""
-
-    part = "squared_relu:SquaredReluMlp"
-
-    activation: Activation = "relu2"
+    part: str = "experts:SparseMoeBlock"
 
 
 @attrs.frozen
@@ -102,24 +94,21 @@ class SquaredRelu(SwiGlu):
 
     parameter = "up_proj"
     factors = 1
+    in_mlp = "relu2"
 
     def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
         return (rows.relu().square() * scale[:, None]).to(rows.dtype)
-
-    def make_mlp_spec(self, width: int) -> PartSpec:
-        return SquaredReluSpec(width=width)
 
 
 @attrs.frozen
 class GeGlu(SwiGlu):
     """The experts' activation gelu(gate) * up, with the tanh approximation of GELU."""
 
+    in_mlp = "gelu_tanh"
+
     def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
         gate, up = (part.contiguous() for part in rows.chunk(2, -1))
         return (kernels.geglu(gate, up) * scale[:, None]).to(rows.dtype)
-
-    def make_mlp_spec(self, width: int) -> PartSpec:
-        return MlpSpec(width=width, activation="gelu_tanh")
 
 
 @attrs.frozen(kw_only=True)
@@ -127,21 +116,3 @@ class NormedRouting(Routing):
     """Routing by normed hidden states, with learned factors; `eps` is the norm's."""
 
     eps: float
-
-
-@attrs.frozen(kw_only=True)
-class NormedExpertSpec(ExpertSpec):
-    """Specification for experts and a network for all tokens, both between their own norms."""
-
-    part = "normed_experts:NormedMoeBlock"
-
-    routing: NormedRouting
-
-
-@attrs.frozen(kw_only=True)
-class LatentExpertSpec(ExpertSpec):
-    """Specification of experts between projections to and from `latent_width` channels."""
-
-    part = "squared_relu:LatentMoeBlock"
-
-    latent_width: int

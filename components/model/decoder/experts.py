@@ -1,4 +1,8 @@
-"""Mixture of experts: a router, and the experts that it sends tokens to."""
+"""
+Mixture of experts: a router, and the experts that it sends tokens to.
+
+Nemotron 3 has networks without a gate, and experts between projections to fewer channels.
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -9,11 +13,12 @@ from torch import Tensor, nn
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.expert_specs import ExpertSpec
+from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.router import Router
-from drawloom.components.model.decoder.specs import LayerContext
+from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.split_experts import ExpertParallel
-from drawloom.ports import BIAS_ROLE, Dispatcher, Kernels, Mesh, Role
+from drawloom.ports import Dispatcher, Kernels, Mesh, Role
 
 
 class SharedGate(Linear):
@@ -34,19 +39,10 @@ class SparseMoeBlock(nn.Module):
     def __init__(self, architecture: DecoderConfig, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__()
         self.spec = spec
-        router = self.router_class(
-            architecture.hidden_size,
-            spec.experts,
-            spec.choices,
-            spec.routing,
-            kernels,
-            aux_loss_coef=spec.aux_loss_coef,
-            z_loss_coef=spec.z_loss_coef,
-        )
-        self.add_module(spec.router, router)
+        self.add_module(spec.router, self.router_class(architecture.hidden_size, spec, kernels))
         self.experts = Experts(spec.latent_width or architecture.hidden_size, spec, kernels)
         if spec.shared_expert_width:
-            mlp = spec.activation.make_mlp_spec(spec.shared_expert_width)
+            mlp = MlpSpec(width=spec.shared_expert_width, activation=spec.activation.in_mlp)
             self.add_module(spec.shared, mlp.build(architecture, kernels))
         if spec.shared_gate:
             self.shared_expert_gate = SharedGate(architecture.hidden_size, 1, kernels, style="whole")
@@ -108,9 +104,7 @@ class Experts(ExpertParallel):
         visited, (first, last) = self.spec.choices / self.spec.experts, self.matrices
         return {
             first: Role(True, "normal", visited),
-            f"{first}_bias": BIAS_ROLE,
             last: Role(True, "normal", visited, is_residual=True),
-            f"{last}_bias": BIAS_ROLE,
         }
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
@@ -144,3 +138,26 @@ class Experts(ExpertParallel):
     def multiply_by_weight(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Compute `project` without adapters; features replace this method."""
         return self.kernels.grouped_gemm(rows, getattr(self, name), ends, transposed=True)
+
+
+class SquaredReluMlp(GatedMlp):
+    """down_proj(relu(up_proj(x)) ** 2)."""
+
+    inner_projections = ("up_proj",)
+
+    def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.up_proj(hidden).relu().square())  # type: ignore[no-any-return]
+
+
+class LatentMoeBlock(SparseMoeBlock):
+    """Experts whose inputs and outputs have fewer channels; the shared experts have all."""
+
+    def __init__(self, architecture: DecoderConfig, spec: ExpertSpec, kernels: Kernels) -> None:
+        super().__init__(architecture, spec, kernels)
+        outer = architecture.hidden_size
+        latent = spec.latent_width or outer
+        self.fc1_latent_proj = Linear(outer, latent, kernels, style="whole")
+        self.fc2_latent_proj = Linear(latent, outer, kernels, style="whole", is_residual=True)
+
+    def apply_experts(self, hidden: Tensor, choices: Tensor, scale: Tensor) -> Tensor:
+        return self.fc2_latent_proj(super().apply_experts(self.fc1_latent_proj(hidden), choices, scale))  # type: ignore[no-any-return]

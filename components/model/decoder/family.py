@@ -1,13 +1,13 @@
 """Model family: a config, and the differences from other families in files."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from drawloom.components.model.decoder.config import DecoderConfig, config_fields
 from drawloom.components.model.decoder.rope import RopeScaling
-from drawloom.ports import ConfigJson, Mapper, Settings
+from drawloom.ports import ConfigJson, Settings
 
 COMMON_FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 """The `fixed` values of all families."""
@@ -17,30 +17,16 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys for token ids: null, as transformers' defaults may lie outside the vocabulary."""
 
 
-def _return_unchanged(config: ConfigJson) -> ConfigJson:
-    """Return the config: the default conversion for families without keys that need one."""
-    return config
-
-
-def _create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    from drawloom.components.model.decoder.mapper import create_decoder_mapper
-
-    return create_decoder_mapper(names, architecture)
-
-
 @attrs.frozen
 class Family:
     """
     Family of models in files: its config class, and its keys in a `config.json`.
 
     `hf_defaults` are transformers' defaults for a config's keys, where they differ from ours; `fixed` are values that a
-    config must have for a model to be built, and gets when it is written. `renamed` maps our keys to the names in
-    files. With `derives_head_dim` a config may leave out head sizes. Files may have `model_type` or one of
-    `other_types`; multimodal models with `nested_types` have such a config as `text_config`, and map to the decoder's
-    prefix in the model that transformers builds for causal language modeling. `read` converts a `config.json` to the
-    config class's keys, before defaults are filled in, and raises ValueError, with a reason that follows the path, for
-    a config that can't be built; `write` is its inverse, for a complete `config.json`. `mapper` maps parameters to
-    tensors in files; `ignored` are patterns (fnmatch) for tensors that are not loaded. `has_classifier` tells whether
+    config must have for a model to be built, and gets when it is written. With `derives_head_dim` a config may leave
+    out head sizes. Files may have `model_type` or one of `other_types`; multimodal models with `nested_types` have such
+    a config as `text_config`, and map to the decoder's prefix in the model that transformers builds for causal language
+    modeling. `ignored` are patterns (fnmatch) for tensors that are not loaded. `has_classifier` tells whether
     transformers has a sequence classifier for `model_type`.
     """
 
@@ -49,14 +35,10 @@ class Family:
     class_name: str
     hf_defaults: Settings = attrs.field(factory=dict)
     fixed: Settings = attrs.field(factory=dict)
-    renamed: Mapping[str, str] = attrs.field(factory=dict)
     derives_head_dim: bool = True
     other_types: tuple[str, ...] = ()
     nested_types: Mapping[str, str] = attrs.field(factory=dict)
     ignored: tuple[str, ...] = ()
-    read: Callable[[ConfigJson], ConfigJson] = _return_unchanged
-    write: Callable[[ConfigJson], ConfigJson] = _return_unchanged
-    mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = _create_decoder_mapper
     has_classifier: bool = True
     keys: "dict[str, attrs.Attribute[Any]]" = attrs.field(init=False, repr=False, eq=False)
     """The fields of the config class: the keys of a `config.json`, and the settings with their names."""
@@ -66,6 +48,11 @@ class Family:
         return config_fields(self.config)
 
     @property
+    def required_keys(self) -> list[str]:
+        """The keys without a default."""
+        return [key for key, field in self.keys.items() if field.default is attrs.NOTHING]
+
+    @property
     def constants(self) -> ConfigJson:
         """The keys' defaults, except those that depend on other keys or on the tokenizer."""
         return {key: field.default for key, field in self.keys.items() if isinstance(field.default, int | float | None)}
@@ -73,11 +60,14 @@ class Family:
     def build_config(self, architecture: DecoderConfig) -> ConfigJson:
         """Return the `config.json` for a model; an export fills in the token ids."""
         # Rotary scaling has another form in files.
-        numbers = {self.renamed.get(key, key): getattr(architecture, key) for key in self.keys if key != "rope_scaling"}
+        values = {key: getattr(architecture, key) for key in self.keys if key != "rope_scaling"}
+        values |= {key: values[key] or None for key in self.config.zero_is_null}
+        numbers = {self.config.renamed.get(key, key): value for key, value in values.items()}
         named = {"architectures": [self.class_name], "model_type": self.model_type}
         rope = _build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
         no_ids = dict.fromkeys(TOKEN_IDS)
-        return self.write({**named, **COMMON_FIXED, **self.fixed, **numbers, **rope, **no_ids, "use_cache": True})
+        fixed = {**COMMON_FIXED, **self.fixed}
+        return self.config.write_keys({**named, **fixed, **numbers, **rope, **no_ids, "use_cache": True})
 
 
 def _build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) -> ConfigJson:

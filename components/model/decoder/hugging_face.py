@@ -1,26 +1,20 @@
 """Decoders in Hugging Face's form: reading and writing `config.json`."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import attrs
 
 from drawloom import UserError
-from drawloom.components.model.decoder.config import (
-    FULL,
-    SLIDING,
-    DecoderConfig,
-    derive_head_sizes,
-    find_head_count_faults,
-)
+from drawloom.components.model.decoder.config import DecoderConfig, derive_head_sizes, find_size_faults
 from drawloom.components.model.decoder.family import COMMON_FIXED, TOKEN_IDS, Family
+from drawloom.components.model.decoder.layer_types import FULL, OF_IMAGES, SLIDING
 from drawloom.components.model.decoder.rope import (
     USED,
     InvalidSetting,
     RopeScaling,
-    find_rope_faults,
     longrope_attention_factor,
 )
 from drawloom.components.storage.regular_file import open_untrusted_file
@@ -34,48 +28,11 @@ HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
 CONVERTER = ValueConverter()
 """Converter of a `config.json`'s values to the types of settings."""
 
-BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+HOISTED = ("rope_theta", "partial_rotary_factor")
+"""Keys that transformers 5 writes in `rope_parameters`."""
+
+BESIDES = (*HOISTED, "rope_type", "type")
 """Keys of `rope_parameters` that do not belong to the scaling."""
-
-
-def parse_theta_and_scaling(config: Settings, can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
-    """Return the base, None if it is missing, and the scaling. Raises ValueError if the rope can't be built."""
-    # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError("has a rope_scaling that is not an object")
-    for part in (rope, config):
-        if not can_be_partial and part.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise ValueError(
-                "has a partial_rotary_factor other than 1, but models of this family rotate whole heads only"
-            )
-    base = rope.get("rope_theta", config.get("rope_theta"))
-    return base, _parse_scaling(rope, config)
-
-
-def split_rope_by_type(config: Settings, sliding_theta_key: str, default_sliding_theta: float) -> ConfigJson:
-    """
-    Replace rope_parameters for several layer types by full attention's, and put sliding attention's base under
-    `sliding_theta_key`.
-
-    Raises ValueError if sliding attention scales its positions.
-    """
-    by_type = config.get("rope_parameters")
-    if not isinstance(by_type, Mapping) or "rope_type" in by_type or "rope_theta" in by_type:
-        return dict(config)
-    local, full = (by_type.get(kind) or {} for kind in ("sliding_attention", "full_attention"))
-    if not isinstance(local, Mapping) or not isinstance(full, Mapping):
-        raise ValueError("has rope_parameters whose entries for sliding_attention and full_attention are not objects")
-    if local.get("rope_type", "default") != "default":
-        raise ValueError("scales rotary positions of sliding attention, where only full attention can be scaled")
-    return {**config, "rope_parameters": full, sliding_theta_key: local.get("rope_theta", default_sliding_theta)}
-
-
-def join_rope_by_type(config: Settings, sliding_theta: float) -> ConfigJson:
-    """Return a config with rope_parameters by layer type, as in transformers 5."""
-    full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    sliding = {"rope_type": "default", "rope_theta": sliding_theta}
-    return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
 def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
@@ -105,16 +62,6 @@ def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
     return scaling  # type: ignore[no-any-return]
 
 
-def fill_layer_list(
-    config: ConfigJson, key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
-) -> ConfigJson:
-    """Return a `config.json` with `create(layers, interval)` for a missing list by layer, if both are numbers."""
-    layers = config.get("num_hidden_layers")
-    if config.get(key) is None and type(interval) is int and type(layers) is int and interval > 0:
-        return {**config, key: create(layers, interval)}
-    return config
-
-
 MAX_CONFIG = 2**20
 """Maximum size of a config in bytes; real ones have a few thousand."""
 
@@ -125,16 +72,16 @@ OTHER_KEYS = {"num_local_experts": "num_experts"}
 def read_config(family: Family, path: Path) -> DecoderConfig:
     """Read a `config.json`, or the one in a folder. Raises UserError if it is not a config of the family."""
     path = locate_config_json(path)
-    return _build_architecture(family, text_config(family, read_config_json(path)), path)
+    return _build_architecture(family, read_config_json(path), path)
 
 
-def text_config(family: Family, config: Settings) -> Settings:
+def _text_config(family: Family, config: Settings) -> Settings:
     """
     Return a multimodal model's text config, or any other config unchanged.
 
     A sequence classifier has no lm_head, so its language model uses the embedding.
     """
-    if is_sequence_classifier(config):
+    if any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ()):
         return {**config, "tie_word_embeddings": True}
     if not _is_multimodal(family, config):
         return config
@@ -142,18 +89,10 @@ def text_config(family: Family, config: Settings) -> Settings:
     return {**config["text_config"], **tied}
 
 
-def is_sequence_classifier(config: Settings) -> bool:
-    """Return whether a `config.json` is for transformers' AutoModelForSequenceClassification."""
-    return any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
-
-
 def _is_multimodal(family: Family, config: Settings) -> bool:
     """Return whether a `config.json` has a config for the family as its text config."""
     return config.get("model_type") in family.nested_types and isinstance(config.get("text_config"), Mapping)
 
-
-OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Keys in `rope_parameters` for positions in images, which do not matter to text."""
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
@@ -169,13 +108,16 @@ def build_updated_folder_config(family: Family, path: Path, architecture: Decode
     Raises UserError if the config can't be read.
     """
     original = read_config_json(path)
-    before = family.build_config(_build_architecture(family, text_config(family, original), path))
+    before = family.build_config(_build_architecture(family, original, path))
     written = family.build_config(architecture)
     is_multimodal = _is_multimodal(family, original)
     text = _replace_changed_keys(family, original["text_config"] if is_multimodal else original, before, written)
     if text_only or not is_multimodal:
-        ids = {key: original[key] for key in TOKEN_IDS if key in original}
-        return _make_language_model_config({**ids, **text}, written, renames=text_only)
+        text = {**{key: original[key] for key in TOKEN_IDS if key in original}, **text}
+        if not text_only and any(str(name).endswith("ForCausalLM") for name in text.get("architectures") or ()):
+            return text
+        named = {key: written[key] for key in ("architectures", "model_type")}
+        return {key: value for key, value in text.items() if key not in OF_CLASSIFIERS} | named
     both = ("tie_word_embeddings", "vocab_size")
     changed = {key: written[key] for key in both if key in original and written[key] != before[key]}
     return {**original, "text_config": text, **changed}
@@ -190,20 +132,14 @@ def _replace_changed_keys(family: Family, config: Settings, before: Settings, wr
             rope |= {key: old_rope[key] for key in OF_IMAGES if key in old_rope}
         changed |= {key: written[key] for key in ROPE_KEYS if key in written} | {"rope_parameters": rope}
         config = {key: value for key, value in config.items() if key not in ROPE_KEYS}
-    names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
+    names = _list_names_in_files(family)
     replaced = {names.get(key, key) for key in changed}
     return {key: value for key, value in config.items() if names.get(key, key) not in replaced} | changed
 
 
-def _make_language_model_config(config: ConfigJson, written: Settings, renames: bool) -> ConfigJson:
-    """
-    Return a config with a causal language model's class, without keys of classifiers; `written` has the class, which
-    also replaces another such class if `renames`.
-    """
-    if not renames and any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
-        return config
-    named = {key: written[key] for key in ("architectures", "model_type")}
-    return {key: value for key, value in config.items() if key not in OF_CLASSIFIERS} | named
+def _list_names_in_files(family: Family) -> dict[str, str]:
+    """Return our keys, by their names in files."""
+    return OTHER_KEYS | {theirs: ours for ours, theirs in family.config.renamed.items()}
 
 
 def locate_config_json(path: Path) -> Path:
@@ -231,7 +167,7 @@ def read_config_json(path: Path) -> ConfigJson:
 def _build_architecture(family: Family, config: Settings, path: Path) -> DecoderConfig:
     """Build a config object from a `config.json`; `path` is for messages. Raises UserError for an invalid one."""
     try:
-        return _convert_to_architecture(family, config)
+        return _convert_to_architecture(family, _text_config(family, config))
     except ValueError as error:
         instead = f"use the config.json of a {family.class_name} instead"
         raise UserError(f"config: {path} {error}; {instead}") from error
@@ -240,11 +176,16 @@ def _build_architecture(family: Family, config: Settings, path: Path) -> Decoder
 def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     """Build a config object. Raises ValueError with a reason that follows the path."""
     # transformers 5 writes newer names, and folders of either age are read.
-    names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
+    names = _list_names_in_files(family)
     config = {names.get(key, key): value for key, value in config.items()}
-    config = family.read(_hoist_partial_rotary_factor(config, family.keys))
-    base, rope = parse_theta_and_scaling(config, "partial_rotary_factor" in family.keys)
-    config |= {"rope_theta": base}
+    config |= {key: 0 for key in family.config.zero_is_null if config.get(key, 0) is None}
+    config = family.config.read_keys(config)
+    # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError("has a rope_scaling that is not an object")
+    config |= {key: rope[key] for key in HOISTED if key in rope}
+    scaling = _parse_scaling(rope, config)
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
         config["use_sliding_window"] = False  # as to transformers; a missing window is the default
     nullable = {key for key, field in family.keys.items() if type(None) in get_args(field.type)}
@@ -260,31 +201,26 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     if family.derives_head_dim:
         values = derive_head_sizes(values) | values
     # A missing rope_theta is refused, too, because transformers' default is not Qwen3's.
-    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING]
-    needed += ["rope_theta"] if "rope_theta" in family.keys else []
-    if missing := [family.renamed.get(key, key) for key in needed if key not in values]:
+    needed = [*family.required_keys, *(["rope_theta"] if "rope_theta" in family.keys else [])]
+    if missing := [family.config.renamed.get(key, key) for key in needed if key not in values]:
         raise ValueError(f"lacks {', '.join(missing)}")
-    architecture = family.config(**{**values, "rope_scaling": rope})
+    architecture = family.config(**{**values, "rope_scaling": scaling})
     for fault in find_inconsistent_sizes(architecture):
         raise ValueError(f"is inconsistent: {fault.why}")
-    _check_layer_types(architecture, config)
+    layers = range(architecture.num_hidden_layers)
+    kinds = [FULL if architecture.window_of(layer) is None else SLIDING for layer in layers]
+    types = config.get("layer_types") or kinds
+    # Other types, such as linear_attention, are keys of the family's own config.
+    if any(kind != other and kind in (FULL, SLIDING) for kind, other in zip(types, kinds, strict=False)):
+        raise ValueError(f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}")
     return architecture
-
-
-def _hoist_partial_rotary_factor(config: ConfigJson, keys: Iterable[str]) -> ConfigJson:
-    """Copy partial_rotary_factor from rope_parameters, where transformers 5 writes it, to the top of a config."""
-    rope, key = config.get("rope_parameters") or config.get("rope_scaling"), "partial_rotary_factor"
-    return config | {key: rope[key]} if key in keys and isinstance(rope, Mapping) and key in rope else config
 
 
 def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
     """Yield sizes that do not fit one another."""
-    yield from find_head_count_faults(
-        architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim
-    )
-    if architecture.rope_scaling is not None:
-        yield from find_rope_faults(architecture.rope_scaling, architecture.rotary_dim)
-    yield from architecture.find_faults(attrs.asdict(architecture, recurse=False))
+    sizes = attrs.asdict(architecture, recurse=False)
+    yield from find_size_faults(sizes)
+    yield from architecture.find_faults(sizes)
 
 
 def _check_fixed_values(family: Family, config: Settings) -> None:
@@ -293,16 +229,8 @@ def _check_fixed_values(family: Family, config: Settings) -> None:
     kinds = (family.model_type, *family.other_types)
     kind = config.get("model_type", family.model_type)
     fixed = {"model_type": kind if kind in kinds else family.model_type, "is_causal": True}
+    if "partial_rotary_factor" not in family.keys:
+        fixed["partial_rotary_factor"] = 1.0
     for key, value in {**fixed, **COMMON_FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
             raise ValueError(f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built")
-
-
-def _check_layer_types(architecture: DecoderConfig, config: Settings) -> None:
-    """Raise ValueError if `layer_types` contradicts other keys."""
-    layers = range(architecture.num_hidden_layers)
-    kinds = [FULL if architecture.window_of(layer) is None else SLIDING for layer in layers]
-    types = config.get("layer_types") or kinds
-    # Other types, such as linear_attention, are keys of the family's own config.
-    if any(kind != other and kind in (FULL, SLIDING) for kind, other in zip(types, kinds, strict=False)):
-        raise ValueError(f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}")

@@ -1,6 +1,9 @@
 """Mapper from a decoder's parameters to tensors in published files."""
 
+import re
 from collections.abc import Iterable
+
+import attrs
 
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.expert_specs import ExpertSpec
@@ -11,10 +14,25 @@ from drawloom.ports import Mapper
 
 def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper from parameters with these names to tensors in files."""
+    parameters = list(names)
+    joined = parallel(*(mapper for name in parameters for mapper in architecture.join_tensors(name)))
+    read = set(joined.inputs)
     layers = range(architecture.num_hidden_layers)
     specs = (branch.spec for layer in layers for branch in architecture.branches_of(layer))
     count = next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
-    return parallel(*(_create_parameter_mapper(name, count) for name in names))
+    others = (
+        identity(name) if architecture.stacks_experts and ".experts." in name else _create_parameter_mapper(name, count)
+        for name in parameters
+        if name not in read
+    )
+
+    def rename(name: str) -> str:
+        for pattern, replacement in architecture.renamed_tensors.items():
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    groups = parallel(joined, *others).groups
+    return Mapper(tuple(attrs.evolve(group, outputs=tuple(map(rename, group.outputs))) for group in groups))
 
 
 def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:

@@ -2,34 +2,14 @@
 
 import attrs
 
-from drawloom.components.model.decoder.specs import AttentionSpec, Branch, MixerSpec, PartSpec, RecurrentSpec
-
-
-@attrs.frozen(kw_only=True)
-class NormedValueSpec(AttentionSpec):
-    """
-    Specification of attention whose values are normed by head, without a weight. Keys and values stay for later layers
-    under the name `link`.
-    """
-
-    part = "normed_values:NormedValueAttention"
-
-    link: str = ""
-
-
-@attrs.frozen(kw_only=True)
-class SharedKeysSpec(NormedValueSpec):
-    """Specification for attention with an earlier layer's keys and values, named `link`."""
-
-    part = "normed_values:SharedKeysAttention"
-    is_linked = True
+from drawloom.components.model.decoder.specs import Branch, MixerSpec, PartSpec, RecurrentSpec
 
 
 @attrs.frozen(kw_only=True)
 class PerLayerInputSpec(PartSpec):
     """Specification for a gate on the embedding's `width` channels for the layer `number`."""
 
-    part = "per_layer:PerLayerInput"
+    part = "gemma4:PerLayerInput"
     is_linked = True
 
     width: int
@@ -68,7 +48,7 @@ class SparseLatentSpec(LatentSpec):
     channels are rotated. `loss_coef` is for its loss in this layer. The choice stays for later layers as `link`.
     """
 
-    part = "sparse_latent:SparseLatentAttention"
+    part = "latent:SparseLatentAttention"
 
     query_rank: int
     chosen: int | None
@@ -87,7 +67,7 @@ class SparseLatentSpec(LatentSpec):
 class SharedIndexSpec(LatentSpec):
     """Specification for latent attention to an earlier indexer's choice, named `link`."""
 
-    part = "sparse_latent:SharedIndexAttention"
+    part = "latent:SharedIndexAttention"
     is_linked = True
 
     link: str
@@ -97,7 +77,7 @@ class SharedIndexSpec(LatentSpec):
 class ShortConvSpec(RecurrentSpec):
     """Specification of a gated short convolution over `taps` tokens."""
 
-    part = "short_convolution:ShortConvolution"
+    part = "recurrent:ShortConvolution"
 
 
 @attrs.frozen(kw_only=True)
@@ -109,7 +89,7 @@ class DeltaSpec(RecurrentSpec):
     With `draws_time_steps` the initial decays are drawn for times from 10 to 1000 tokens.
     """
 
-    part = "gated_delta_net:GatedDeltaNet"
+    part = "recurrent:GatedDeltaNet"
 
     key_heads: int
     value_heads: int
@@ -139,7 +119,7 @@ class DeltaSpec(RecurrentSpec):
 class ChannelDeltaSpec(DeltaSpec):
     """Specification of Kimi Delta Attention: decays by key channel and gates are projected from `rank` channels."""
 
-    part = "channel_delta_net:ChannelDeltaNet"
+    part = "recurrent:ChannelDeltaNet"
 
     rank: int
 
@@ -153,8 +133,9 @@ class StateSpaceSpec(DeltaSpec):
     Time steps are at least `min_time_step`. With `conv_bias`, convolutions have biases.
     """
 
-    part = "state_space:StateSpaceMixer"
+    part = "recurrent:StateSpaceMixer"
 
+    draws_time_steps: bool = True
     min_time_step: float = 0.0
     conv_bias: bool = False
 

@@ -1,7 +1,7 @@
 """The module for a span of layers, with the submodules and names of Hugging Face's models."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -20,7 +20,6 @@ from drawloom.ports import (
     HeadLayer,
     Kernels,
     LayerRange,
-    Mapper,
     ModelScaling,
     Role,
     TokenContext,
@@ -191,16 +190,14 @@ class CausalLM(nn.Module):
         has_own_head = span.head and not self.tied
         head = Linear(architecture.hidden_size, architecture.vocab_size, kernels, uneven=True) if has_own_head else None
         self.register_module("lm_head", head)
-        self.create_mapper: Callable[[Iterable[str]], Mapper] | None = None  # to the family's files
 
     def name_joined_layers(self) -> None:
         """Set `joined_name` in linear layers that files rename or join with others, before layers are adapted."""
-        create_mapper, self.create_mapper = self.create_mapper, None
-        if create_mapper is None:
-            return
+        from drawloom.components.model.decoder.mapper import create_decoder_mapper
+
         # Experts are many, and no linear layers.
         names = [name for name, _ in self.named_parameters() if ".experts." not in name]
-        for group in create_mapper(names).groups:
+        for group in create_decoder_mapper(names, self.model.architecture).groups:
             for name in group.inputs if group.outputs != group.inputs else ():
                 layer = self.get_submodule(name.rpartition(".")[0])
                 if isinstance(layer, Linear):

@@ -5,6 +5,7 @@ transformers 5's `rope_parameters`, which holds both.
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -75,6 +76,10 @@ class InvalidSetting:
     instead: str
 
 
+optional_setting = partial(setting, default=None)
+"""Declare a setting that may be left out."""
+
+
 @attrs.frozen(kw_only=True)
 class RopeScaling:
     """`rope_scaling` or `rope_parameters` of a `config.json`; what is left out is as in transformers."""
@@ -84,52 +89,47 @@ class RopeScaling:
         "rope_theta, for Hugging Face has no such type",
         default="default",
     )
-    rope_theta: float | None = setting(
-        "base of rotary positions; may be written outside as well", default=None, check=above(1)
+    rope_theta: float | None = optional_setting(
+        "base of rotary positions; may be written outside as well", check=above(1)
     )
-    factor: float | None = setting("how many times longer texts become", default=None, check=at_least(1))
-    original_max_position_embeddings: int | None = setting(
+    factor: float | None = optional_setting("how many times longer texts become", check=at_least(1))
+    original_max_position_embeddings: int | None = optional_setting(
         "longest text before, in tokens; dynamic takes max_position_embeddings",
-        default=None,
         check=between(1, 1_000_000_001),
     )
-    beta_fast: float | None = setting(
-        "yarn: rotations over the original length from which on a pair is unscaled; 32", default=None, check=above(0)
+    beta_fast: float | None = optional_setting(
+        "yarn: rotations over the original length from which on a pair is unscaled; 32", check=above(0)
     )
-    beta_slow: float | None = setting(
-        "yarn: rotations over the original length up to which a pair is scaled in full; 1", default=None, check=above(0)
+    beta_slow: float | None = optional_setting(
+        "yarn: rotations over the original length up to which a pair is scaled in full; 1", check=above(0)
     )
-    truncate: bool | None = setting("yarn: whether the bounds are rounded to whole pairs; true", default=None)
-    attention_factor: float | None = setting(
+    truncate: bool | None = optional_setting("yarn: whether the bounds are rounded to whole pairs; true")
+    attention_factor: float | None = optional_setting(
         "yarn, longrope: factor of cosines and sines; yarn: 0.1 ln(factor) + 1; longrope: sqrt(1 + ln(f) / ln(o)), "
         "where o is original_max_position_embeddings and f is max_position_embeddings / o",
-        default=None,
         check=above(0),
     )
-    short_factor: list[float] | None = setting(
-        "longrope: divisors of frequencies, by pair, in documents up to the original length", default=None
+    short_factor: list[float] | None = optional_setting(
+        "longrope: divisors of frequencies, by pair, in documents up to the original length"
     )
-    long_factor: list[float] | None = setting(
-        "longrope: divisors of frequencies, by pair, in longer documents", default=None
+    long_factor: list[float] | None = optional_setting(
+        "longrope: divisors of frequencies, by pair, in longer documents"
     )
-    mscale: float | None = setting(
+    mscale: float | None = optional_setting(
         "yarn: 0.1 mscale ln(factor) + 1 is the numerator of attention_factor; needs mscale_all_dim",
-        default=None,
         check=above(0),
     )
-    mscale_all_dim: float | None = setting(
+    mscale_all_dim: float | None = optional_setting(
         "yarn: 0.1 mscale_all_dim ln(factor) + 1 is the denominator of attention_factor, and multiplies the scores "
         "of latent attention twice",
-        default=None,
         check=above(0),
     )
-    low_freq_factor: float | None = setting(
+    low_freq_factor: float | None = optional_setting(
         "llama3: rotations over the original length up to which a pair is scaled in full; 1",
-        default=None,
         check=above(0),
     )
-    high_freq_factor: float | None = setting(
-        "llama3: rotations over the original length from which on a pair is unscaled; 4", default=None, check=above(0)
+    high_freq_factor: float | None = optional_setting(
+        "llama3: rotations over the original length from which on a pair is unscaled; 4", check=above(0)
     )
 
     def explicit_options(self) -> dict[str, Any]:
@@ -145,26 +145,24 @@ def convert_to_kernel_scaling(rope: RopeScaling | None, max_positions: int) -> "
     from drawloom.kernels.rope import frequencies
 
     given = rope.explicit_options()
-    if rope.rope_type in ("linear", "ntk"):
-        return (frequencies.LinearScaling if rope.rope_type == "linear" else frequencies.NtkScaling)(given["factor"])
-    length = int(given.pop("original_max_position_embeddings", max_positions))
+    if rope.rope_type not in ("linear", "ntk"):
+        length = given.setdefault("original_max_position_embeddings", max_positions)
     if rope.rope_type == "longrope":
-        attention_factor = given.get("attention_factor", longrope_attention_factor(max_positions / length, length))
-        return frequencies.LongRopeScaling(
-            tuple(given["short_factor"]), tuple(given["long_factor"]), length, attention_factor
-        )
+        given |= {key: tuple(given[key]) for key in ("short_factor", "long_factor")}
+        given.setdefault("attention_factor", longrope_attention_factor(max_positions / length, length))
     numerator, denominator = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     if numerator and denominator:
-        ratio = _compute_yarn_attention_factor(given["factor"], numerator) / _compute_yarn_attention_factor(
-            given["factor"], denominator
-        )
-        given.setdefault("attention_factor", ratio)
-    made = {
+        above, below = (_compute_yarn_attention_factor(given["factor"], scale) for scale in (numerator, denominator))
+        given.setdefault("attention_factor", above / below)
+    scalings: Any = {
+        "linear": frequencies.LinearScaling,
+        "ntk": frequencies.NtkScaling,
         "dynamic": frequencies.DynamicScaling,
         "yarn": frequencies.YarnScaling,
         "llama3": frequencies.Llama3Scaling,
-    }[rope.rope_type]
-    return made(**given, original_max_position_embeddings=length)  # type: ignore[no-any-return]
+        "longrope": frequencies.LongRopeScaling,
+    }
+    return scalings[rope.rope_type](**given)  # type: ignore[no-any-return]
 
 
 def longrope_attention_factor(factor: float, original_length: int) -> float:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from drawloom.components.model.decoder.expert_specs import Routing
+from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.row_sums import RowSums
@@ -79,24 +79,13 @@ class Router(Linear, RowSums, ExpertRouter):
 
     e_score_correction_bias: Tensor | None
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        num_experts_per_tok: int,
-        routing: Routing,
-        kernels: Kernels,
-        aux_loss_coef: float = 0.0,
-        z_loss_coef: float = 0.0,
-    ) -> None:
-        super().__init__(hidden_size, num_experts, kernels, routing.linear_bias)
-        self.num_experts = num_experts
-        self.num_experts_per_tok = num_experts_per_tok
-        self.routing = routing
-        self.aux_loss_coef = aux_loss_coef
-        self.z_loss_coef = z_loss_coef
+    def __init__(self, hidden_size: int, spec: ExpertSpec, kernels: Kernels) -> None:
+        super().__init__(hidden_size, spec.experts, kernels, spec.routing.linear_bias)
+        self.spec, self.routing = spec, spec.routing
+        self.num_experts = spec.experts
+        self.aux_loss_coef, self.z_loss_coef = spec.aux_loss_coef, spec.z_loss_coef
         self._observers: list[ObserveRouting] = []
-        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts) if routing.bias else None)
+        self.register_buffer("e_score_correction_bias", torch.zeros(spec.experts) if spec.routing.bias else None)
 
     def reset_parameters(self) -> None:
         """Fill the bias with zeros; the model's `initialize_parameter` or nn.Linear fills the weight."""
@@ -137,9 +126,8 @@ class Router(Linear, RowSums, ExpertRouter):
             logits = super().forward(hidden)
         if weights is not None and self.z_loss_coef:
             logits = logits.to(wide)
-            logits = attach_loss_gradient(
-                logits, sum_weighted_z_loss(logits, self.select_own_token_weights(weights) * self.z_loss_coef)
-            )
+            token_coefs = self.select_own_token_weights(weights) * self.z_loss_coef
+            logits = attach_loss_gradient(logits, sum_weighted_z_loss(logits, token_coefs))
         scores = logits.softmax(-1, wide) if self.routing.scoring_func == "softmax" else logits.to(wide).sigmoid()
         # Which experts are the best has no gradient; only their scores do.
         chosen = self.choose_experts(scores.detach())
@@ -177,7 +165,7 @@ class Router(Linear, RowSums, ExpertRouter):
             best = grouped.topk(self.routing.best_in_group).values.sum(-1).topk(self.routing.topk_group).indices
             other = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             scores = grouped.masked_fill(other.unsqueeze(-1), -torch.inf).flatten(-2)
-        return scores.topk(self.num_experts_per_tok).indices
+        return scores.topk(self.spec.choices).indices
 
     def _normalise_unless_softmax(self, scores: Tensor) -> Tensor:
         """Divide scores (..., experts) by their sum, except softmax scores, whose sum is already 1."""

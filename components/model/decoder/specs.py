@@ -1,7 +1,7 @@
 """Specifications of a layer's parts, and the context in which they compute."""
 
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import attrs
 from torch import Tensor, nn
@@ -17,14 +17,17 @@ is of networks without a gate.
 
 
 class PartSpec:
-    """
-    Specification of a layer's part; `part` is its module's class, imported when a layer has such a part.
+    """Specification of a layer's part."""
 
-    If `is_linked`, the part reads earlier layers' tensors.
-    """
+    @property
+    def part(self) -> str:
+        """The module's class, imported when a layer has such a part."""
+        raise NotImplementedError
 
-    part: ClassVar[str]
-    is_linked: ClassVar[bool] = False
+    @property
+    def is_linked(self) -> bool:
+        """Whether the part reads earlier layers' tensors."""
+        return False
 
     def build(self, architecture: Any, kernels: Kernels) -> nn.Module:
         """Return the module for a decoder's config."""
@@ -59,7 +62,8 @@ class AttentionSpec(MixerSpec):
 
     `qk_norm` norms queries and keys (RMSNorm), by head or over the whole projection. With `sinks`, every head has a
     learned score for one more key, whose value is 0. With a `gate`, the output is multiplied by the sigmoid of a
-    projection. With `keys_as_values`, the projected keys, before norm and rotation, are the values, too.
+    projection. With `keys_as_values`, the projected keys, before norm and rotation, are the values, too. Keys and
+    values may stay for later layers, or be those of an earlier one if `is_linked`, under the name `link`.
     """
 
     kv_heads: int
@@ -68,7 +72,9 @@ class AttentionSpec(MixerSpec):
     gate: bool = False
     keys_as_values: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
-    part = "attention:Attention"
+    part: str = "attention:Attention"
+    is_linked: bool = False
+    link: str = ""
 
     @property
     def pair_flops(self) -> int:
@@ -93,7 +99,10 @@ class MlpSpec(PartSpec):
 
     width: int
     activation: Activation = "silu"
-    part = "mlp:GatedMlp"
+
+    @property
+    def part(self) -> str:
+        return "experts:SquaredReluMlp" if self.activation == "relu2" else "mlp:GatedMlp"
 
 
 @attrs.frozen
@@ -129,3 +138,10 @@ class LayerContext(NamedTuple):
     padding: Tensor | None = None
     recurrence: Any = None
     links: Any = None
+
+    def rotate(self, kernels: Kernels, x: Tensor, interleaved: bool = False) -> Tensor:
+        """Rotate channels (rows, length, heads, channels) by token positions, unless the layer does not rotate."""
+        if self.angles is None:
+            return x
+        cos, sin = self.angles
+        return kernels.rope(x, cos, sin, interleaved)

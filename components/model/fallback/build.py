@@ -12,8 +12,13 @@ from torch import Tensor, nn
 
 from drawloom import UserError
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
-from drawloom.components.model.fallback.module import NAME, register_attention
-from drawloom.components.model.fallback.parts import SelfCheckError, mask_layer_number
+from drawloom.components.model.fallback.module import (
+    NAME,
+    SelfCheckError,
+    get_first_line,
+    mask_layer_number,
+    register_attention,
+)
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.ports import Mapper, TensorGroup
@@ -30,8 +35,7 @@ def load_transformers_config(path: Path) -> Any:
     try:
         config = kinds[kind].from_dict(values)
     except Exception as error:  # transformers checks values in many ways
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"transformers can't read the config.json in {path}: {reason}") from error
+        raise UserError(f"transformers can't read the config.json in {path}: {get_first_line(error)}") from error
     for key, value in config.to_dict().items():
         if key.endswith(("dropout", "pdrop")) and isinstance(value, float) and value > 0:
             raise UserError(f"{path} says {key} = {value}, and dropout is not supported; write {key} = 0 there")
@@ -169,8 +173,8 @@ class _Layout:
             with torch.no_grad():
                 converted: dict[str, Tensor] = revert_weight_conversion(self.whole, dict(tensors))
         except Exception as error:  # any conversion of transformers
-            reason = str(error).strip().partition("\n")[0]
-            raise SelfCheckError("weights", f"transformers can't convert the parameters for disk: {reason}") from error
+            why = f"transformers can't convert the parameters for disk: {get_first_line(error)}"
+            raise SelfCheckError("weights", why) from error
         return converted
 
     def convert_to_parameter(self, parameter: str, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -1,34 +1,35 @@
 """Self-check of a transformers model on a shrunken config, in float64 on the CPU, before it is used."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drawloom.components.model.fallback.build import (
     build_meta_model,
     build_transformers_model,
     create_conversion_mapper,
 )
-from drawloom.components.model.fallback.module import NAME, RowAttention, TransformersLM
-from drawloom.components.model.fallback.parts import (
-    CallOrder,
+from drawloom.components.model.fallback.module import (
+    NAME,
     Parts,
+    RowAttention,
     SelfCheckError,
+    TransformersLM,
     find_model_parts,
     first_config_value,
+    get_first_line,
     mask_layer_number,
+    record_call_order,
 )
 from drawloom.components.weights.convert import convert_tensors, persistent_tensors
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.ports import ConfigJson, LayerRange, Settings, TokenContext
-
-T = TypeVar("T")
 
 LENGTHS = (9, 7, 13)
 """Tokens of the packed documents; the longest one is longer than three windows."""
@@ -86,30 +87,22 @@ class PlainKernels:
         return create_causal_document_mask(documents, window)
 
 
-@attrs.frozen
-class Verdict:
+def run_self_check(config: Any) -> Parts:
     """
-    Result of a passed self-check: its parts, and why it can't be a pipeline's stages, or "".
+    Check transformers' model of a config, and return its parts.
 
-    `constants` maps names without layer numbers to the initial value of parameters that start at a constant.
-    """
-
-    parts: Parts
-    no_stages: str
-    constants: Mapping[str, float]
-
-
-def run_self_check(config: Any) -> Verdict:
-    """
-    Check transformers' model of a config. Raises SelfCheckError with the failed check's name: `build`, `layers`,
-    `keyword`, `packing`, `head` or `weights`.
-
+    Raises SelfCheckError with the failed check's name: `build`, `layers`, `keyword`, `packing`, `head` or `weights`.
     Packed documents are computed by drawloom, and compared with every document alone in transformers.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         reference = _build_shrunken_reference(config).double()
-        constants = _find_constant_parameters(reference)
+        firsts = {name: parameter.detach().flatten()[0] for name, parameter in reference.named_parameters()}
+        constants = {
+            mask_layer_number(name): float(firsts[name])
+            for name, parameter in reference.named_parameters()
+            if bool((parameter == firsts[name]).all())
+        }
         with torch.no_grad():
             for parameter in reference.parameters():
                 # Constant parameters such as norms and biases should influence the outputs.
@@ -118,26 +111,19 @@ def run_self_check(config: Any) -> Verdict:
             hidden = comparison.check_hidden_states()
             comparison.check_logits_and_head()
             comparison.check_weights()
-            return Verdict(comparison.parts, comparison.find_stage_fault(hidden), constants)
+            why = comparison.find_stage_fault(hidden)
+            return attrs.evolve(comparison.parts, no_stages=why, constants=constants)
 
 
 def _build_shrunken_reference(config: Any) -> Any:
     """Build the shrunken model with transformers' eager attention and experts; others lack float64."""
-    try:
+    with convert_errors("build"):
         small = shrink_config(config)
         empty = build_meta_model(small)
         find_model_parts(empty)
         if (count := sum(parameter.numel() for parameter in empty.parameters())) > MAX_PARAMETERS:
             raise SelfCheckError("build", f"the model has {count} parameters even with small sizes")
         return build_transformers_model(small, "eager", experts="eager").eval()
-    except SelfCheckError:
-        raise
-    except Exception as error:  # transformers checks values in many ways
-        if isinstance(error, KeyError) and error.args == (NAME,):
-            raise SelfCheckError(
-                "keyword", "the model does not compute attention by transformers' attention functions"
-            ) from error
-        raise SelfCheckError("build", _get_first_line(error)) from error
 
 
 class Comparison:
@@ -149,9 +135,10 @@ class Comparison:
         self.count = len(reference.get_submodule(self.parts.layers))
         self.tokens = torch.randint(1, first_config_value(reference.config, "vocab_size"), (sum(LENGTHS),))
         rows: Sequence[Tensor] = torch.split(self.tokens, list(LENGTHS))
-        with CallOrder(reference, self.parts) as calls:
-            self.alone = [compute_or_fail("build", partial(self._compute_reference, row)) for row in rows]
-        self.parts = calls.list_observed_parts()
+        with record_call_order(reference, self.parts) as order, convert_errors("build"):
+            self.alone = [self._compute_reference(row) for row in rows]
+        self.parts = order.add_to_parts(reference, self.parts)
+        self.shared = create_packed_context()
 
     def _compute_reference(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return transformers' last hidden states and logits for one document, int64 (length,)."""
@@ -162,9 +149,9 @@ class Comparison:
     def check_hidden_states(self) -> Tensor:
         """Compare packed documents' hidden states with transformers'; return them, (1, length, hidden_size)."""
         whole = self._build_stage_module(0, self.count)
-        shared = create_packed_context()
-        documents = RowAttention(whole.kernels, shared)
-        hidden = compute_or_fail("keyword", lambda: whole.run_base_model(self.tokens[None], shared, documents))
+        documents = RowAttention(whole.kernels, self.shared)
+        with convert_errors("keyword"):
+            hidden = whole.run_base_model(self.tokens[None], self.shared, documents)
         if documents.calls == 0:
             raise SelfCheckError("keyword", "no layer calls transformers' attention functions")
         expected = torch.cat([states for states, _ in self.alone], 1)
@@ -181,16 +168,17 @@ class Comparison:
 
     def _check_logits_close(self) -> None:
         """Raise SelfCheckError if logits for the packed row differ from transformers' for single documents."""
-        whole, shared = self._build_stage_module(0, self.count), create_packed_context()
-        compute = partial(whole, self.tokens[None], shared, lambda hidden, head: head.logits(hidden))
-        expected = torch.cat([logits for _, logits in self.alone], 1)
-        _assert_close("head", compute_or_fail("head", compute), expected, "logits differ")
+        whole = self._build_stage_module(0, self.count)
+        with convert_errors("head"):
+            logits = whole(self.tokens[None], self.shared, lambda hidden, head: head.logits(hidden))
+        _assert_close("head", logits, torch.cat([alone for _, alone in self.alone], 1), "logits differ")
 
     def check_weights(self) -> None:
         """Raise SelfCheckError if converting parameters to tensors on disk and back changes them."""
         tensors = persistent_tensors(self._build_stage_module(0, self.count))
         mapper = create_conversion_mapper(self.reference, [*tensors])
-        again = compute_or_fail("weights", lambda: convert_tensors(mapper.inverse(), convert_tensors(mapper, tensors)))
+        with convert_errors("weights"):
+            again = convert_tensors(mapper.inverse(), convert_tensors(mapper, tensors))
         if wrong := [name for name, tensor in tensors.items() if not torch.equal(again[name], tensor)]:
             raise SelfCheckError("weights", f"{wrong[0]} changes when it is converted to files and back")
 
@@ -201,13 +189,12 @@ class Comparison:
         names = {name for name, _ in first.named_parameters()} - {f"{self.parts.embedding}.weight"}
         if common := sorted(names & {name for name, _ in second.named_parameters()}):
             return f"{common[0]} is outside of layers"
-        shared = create_packed_context()
         try:
-            between = first.run_base_model(self.tokens[None], shared, RowAttention(first.kernels, shared))
-            outputs = second.run_base_model(between, shared, RowAttention(second.kernels, shared))
-            _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
-        except Exception as error:
-            return error.reason if isinstance(error, SelfCheckError) else _get_first_line(error)
+            with convert_errors("stages"):
+                outputs = second(first(self.tokens[None], self.shared), self.shared)
+                _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
+        except SelfCheckError as error:
+            return error.reason
         return ""
 
     def _build_stage_module(self, first: int, last: int) -> TransformersLM:
@@ -226,20 +213,18 @@ def create_packed_context() -> TokenContext:
     return TokenContext(positions[None], numbers[None])
 
 
-def compute_or_fail(check: str, compute: Callable[[], T]) -> T:
-    """Return `compute()`; turn any exception into a SelfCheckError with the check's name."""
+@contextmanager
+def convert_errors(check: str) -> Iterator[None]:
+    """Turn any exception into a SelfCheckError with the check's name."""
     try:
-        return compute()
+        yield
     except SelfCheckError:
         raise
     except Exception as error:  # any model of transformers
-        raise SelfCheckError(check, _get_first_line(error)) from error
-
-
-def _get_first_line(error: Exception) -> str:
-    """Return the first line in an error's text that does not end in a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if not line.endswith(":")), type(error).__name__)
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            why = "the model does not compute attention by transformers' attention functions"
+            raise SelfCheckError("keyword", why) from error
+        raise SelfCheckError(check, get_first_line(error)) from error
 
 
 def _assert_close(check: str, actual: Tensor, expected: Tensor, why: str) -> None:
@@ -247,16 +232,6 @@ def _assert_close(check: str, actual: Tensor, expected: Tensor, why: str) -> Non
     difference = float((actual - expected).abs().max() / expected.abs().max())
     if not difference <= TOLERANCE:
         raise SelfCheckError(check, f"{why}; the largest difference is {difference:.1e} of the largest value")
-
-
-def _find_constant_parameters(reference: nn.Module) -> dict[str, float]:
-    """Return the initial value for every parameter whose elements are all equal, by name without the layer's number."""
-    constants = {}
-    for name, parameter in reference.named_parameters():
-        first = float(parameter.detach().flatten()[0])
-        if bool((parameter == first).all()):
-            constants[mask_layer_number(name)] = first
-    return constants
 
 
 def shrink_config(config: Any) -> Any:
@@ -279,7 +254,9 @@ def shrink_config_values(config: Settings) -> ConfigJson:
             # The width of heads stays, because tables of rotary positions have its length.
             small["hidden_size"] = small["num_attention_heads"] * width
         if isinstance(kv_heads, int):
-            small["num_key_value_heads"] = _shrink_kv_heads(heads, kv_heads, small["num_attention_heads"])
+            # The sharing stays: one for all queries, one per query head, or grouped.
+            grouped = max(1, small["num_attention_heads"] // 2)
+            small["num_key_value_heads"] = {1: 1, heads: small["num_attention_heads"]}.get(kv_heads, grouped)
     if config.get("head_dim") and "qk_rope_head_dim" in small:
         small["head_dim"] = min(config["head_dim"], small["qk_rope_head_dim"])  # the width that is rotated
     if (head_dim := config.get("qk_head_dim")) is not None and "qk_nope_head_dim" in config:
@@ -300,16 +277,6 @@ def _shrink_value(key: str, value: Any) -> Any:
     if key in EXPERT_COUNTS:
         return min(value, 4)
     return min(value, SMALL[key]) if key in SMALL else value
-
-
-def _shrink_kv_heads(heads: int, kv_heads: int, small_heads: int) -> int:
-    """
-    Return the small model's key-value heads, with the same sharing: one for all queries, one per query head, or
-    grouped.
-    """
-    if kv_heads in (1, heads):
-        return 1 if kv_heads == 1 else small_heads
-    return max(1, small_heads // 2)
 
 
 def _shrink_layer_keys(config: Settings) -> ConfigJson:

@@ -1,18 +1,177 @@
-"""The module of a span of layers of a transformers model, with drawloom's linear layers and embedding."""
+"""
+The module of a span of layers of a transformers model, with drawloom's linear layers and embedding.
 
-from collections.abc import Callable
+A model's parts, base model, embedding, layers and head, have names that differ between families.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drawloom.components.model.fallback.parts import Parts, PassThrough, SelfCheckError, create_placeholder
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.parallel.tensor_ranks import ALONE
 from drawloom.components.weights.adapted import EMBEDDING
-from drawloom.ports import AttentionOptions, Finish, Head, Kernels, LayerRange, TokenContext
+from drawloom.ports import AttentionOptions, Finish, Head, Kernels, LayerRange, TokenContext, put_class_before
+
+
+class SelfCheckError(Exception):
+    """Failed self-check: the name of the check, and the reason."""
+
+    def __init__(self, check: str, reason: str) -> None:
+        super().__init__(f"{check}: {reason}")
+        self.check = check
+        self.reason = reason
+
+
+@attrs.frozen
+class Parts:
+    """
+    Names of a causal LM's parts, which differ between families: `model.layers`, `transformer.h`.
+
+    The modules `before` the layers, except for the embedding, and `after` them belong to the first and last stage. A
+    `plain_head` is a linear layer; logits of other heads are computed by transformers. `no_stages` is why the model
+    can't be several pipeline stages, or "". `constants` maps names without layer numbers to the initial value of
+    parameters that start at a constant.
+    """
+
+    base: str
+    layers: str
+    embedding: str
+    head: str
+    tied: bool
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    plain_head: bool = True
+    no_stages: str = ""
+    constants: Mapping[str, float] = attrs.field(factory=dict)
+
+
+def get_first_line(error: Exception) -> str:
+    """Return the first line in an error's text that does not end in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if not line.endswith(":")), type(error).__name__)
+
+
+def first_config_value(config: Any, *keys: str) -> Any:
+    """Return the value of the first key that a transformers config has, unless it is null; None without such a key."""
+    return next((value for key in keys if (value := getattr(config, key, None)) is not None), None)
+
+
+def mask_layer_number(name: str) -> str:
+    """Return a parameter's name with the number of its layer replaced by a star."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def find_model_parts(whole: Any) -> Parts:
+    """Find a causal LM's embedding, layers, norm and head. Raises SelfCheckError for a model without these parts."""
+    names = {part: name for name, part in whole.named_modules()}
+    try:
+        embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # the model's class has none
+        embedding, head = None, None
+    if not isinstance(embedding, nn.Embedding) or "." not in names[embedding]:
+        raise SelfCheckError("layers", "the model has no base model with a token embedding")
+    base = whole.get_submodule(names[embedding].partition(".")[0])
+    if type(head) is not nn.Linear or {names[part] for part in whole.children()} != {names[base], names[head]}:
+        raise SelfCheckError("head", f"{type(whole).__name__} is not just a base model and a linear head")
+    count = first_config_value(whole.config, "num_hidden_layers")
+    lists = [part for part in base.modules() if isinstance(part, nn.ModuleList)]
+    fitting = [part for part in lists if len(part) == count and any(True for _ in part.parameters())]
+    if not fitting:
+        lengths = sorted({len(part) for part in lists})
+        raise SelfCheckError(
+            "layers", f"no ModuleList has num_hidden_layers = {count} modules; their lengths are {lengths}"
+        )
+    return Parts(names[base], names[fitting[0]], names[embedding], names[head], head.weight is embedding.weight)
+
+
+@attrs.define
+class CallOrder:
+    """Names of modules outside the layers, called before these and after them."""
+
+    before: dict[str, None] = attrs.field(factory=dict)
+    after: dict[str, None] = attrs.field(factory=dict)
+
+    def add_to_parts(self, whole: nn.Module, parts: Parts) -> Parts:
+        """Add the modules before and after the layers to the parts; a module called in both is in neither."""
+        parameters = [name for name, _ in whole.named_parameters()]
+        # Modules without parameters, such as rotary angles, are part of every stage.
+        before = [name for name in self.before if any(parameter.startswith(f"{name}.") for parameter in parameters)]
+        return attrs.evolve(
+            parts,
+            before=tuple(name for name in before if name not in self.after),
+            after=tuple(name for name in self.after if name not in self.before),
+        )
+
+
+@contextmanager
+def record_call_order(whole: nn.Module, parts: Parts) -> Iterator[CallOrder]:
+    """Record when modules outside the layers are called."""
+    order = CallOrder()
+    calls = order.before
+
+    def switch(to: dict[str, None], *_: Any) -> None:
+        nonlocal calls
+        calls = to
+
+    def record(name: str, *_: Any) -> None:
+        calls[name] = None
+
+    layers: Any = whole.get_submodule(parts.layers)
+    owner = whole.get_submodule(parts.layers.rpartition(".")[0])
+    hooks = [owner.register_forward_pre_hook(partial(switch, order.before))]
+    hooks += [layer.register_forward_hook(partial(switch, order.after)) for layer in layers]
+    for name, part in find_modules_outside_layers(whole, parts):
+        hooks.append(part.register_forward_pre_hook(partial(record, name)))
+    try:
+        yield order
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def find_modules_outside_layers(whole: nn.Module, parts: Parts) -> list[tuple[str, nn.Module]]:
+    """Return the outermost modules of the base model, by name, without the layers and the embedding of tokens."""
+    modules = []
+    owner = parts.layers.rpartition(".")[0]
+    while owner:
+        modules += [(f"{owner}.{name}", part) for name, part in whole.get_submodule(owner).named_children()]
+        owner = owner.rpartition(".")[0]
+    on_the_way = {name for name, _ in modules if f"{parts.layers}.".startswith(f"{name}.")}
+    return [(name, part) for name, part in modules if name not in on_the_way | {parts.embedding}]
+
+
+class PassThrough(nn.Module):
+    """
+    Placeholder for a module outside of the span, which returns its first input.
+
+    Layers keep their numbers, and plain attributes that a model's forward pass reads from a layer.
+    """
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        plain = {name: value for name, value in vars(replaced).items() if isinstance(value, str | int | float)}
+        self.__dict__.update({name: value for name, value in plain.items() if name not in self.__dict__})
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return hidden states (rows, length, hidden_size) unchanged."""
+        return hidden_states
+
+
+class NoVectors(PassThrough):
+    """Placeholder for a table of vectors that the first stage adds to token vectors, such as learned positions."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Return zero, of shape (), which is added."""
+        return torch.zeros(())
+
 
 NAME = "drawloom"
 """Name of the attention in transformers' registry, which has no entry for its masks, so that no mask is built."""
@@ -27,20 +186,9 @@ class RowAttention:
         self.calls = 0
         self._masks: dict[int | None, Any] = {}
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, options: AttentionOptions, sinks: Tensor | None
-    ) -> Tensor:
-        """
-        Return (rows, length, heads, v_dim).
-
-        q: (rows, length, heads, head_dim); k: (rows, length, kv_heads, head_dim); v: (rows, length, kv_heads, v_dim);
-        sinks: (heads,).
-        """
+    def count_call_and_get_mask(self, window: int | None) -> Any:
+        """Count a call of attention, and return its mask, computed once per microbatch and window."""
         self.calls += 1
-        return self.kernels.attention(q, k, v, self._get_or_create_mask(window), options, sinks)
-
-    def _get_or_create_mask(self, window: int | None) -> Any:
-        """Return the attention mask for a window, computed once per microbatch."""
         if window not in self._masks:
             shared = self.shared
             self._masks[window] = self.kernels.attention_mask(
@@ -75,7 +223,8 @@ def attend(
         raise SelfCheckError("keyword", f"{type(module).__name__} has a mask of its own")
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     sinks = None if s_aux is None else s_aux.to(q.dtype)
-    return documents.attend(q, k, v, sliding_window, AttentionOptions(scaling, softcap), sinks), None
+    mask = documents.count_call_and_get_mask(sliding_window)
+    return documents.kernels.attention(q, k, v, mask, AttentionOptions(scaling, softcap), sinks), None
 
 
 def register_attention() -> None:
@@ -131,34 +280,27 @@ class TransformersLM(nn.Module):
         self.add_module(parts.base, whole.get_submodule(parts.base))
         if span.head and not parts.tied:
             self.add_module(parts.head, whole.get_submodule(parts.head))
-        self._replace_modules_outside_span()
+        # Other stages' modules become placeholders without parameters.
+        layers = self._layers
+        for number, layer in enumerate(layers):
+            if not span.first <= number < span.last:
+                layers[number] = PassThrough(layer)
+        for name in (() if span.embedding else parts.before) + (() if span.head else parts.after):
+            replaced = self.get_submodule(name)
+            placeholder = NoVectors if isinstance(replaced, nn.Embedding) else PassThrough
+            self.set_submodule(name, placeholder(replaced))
+        if not (span.embedding or (span.head and parts.tied)):
+            self.set_submodule(parts.embedding, PassThrough(self.get_submodule(parts.embedding)))
         convert_layers_to_kernels(self, kernels)
-        if parts.tied and parts.embedding != EMBEDDING and (span.embedding or span.head):
-            self._mark_tied_table(self.get_submodule(parts.embedding))
+        table = self.get_submodule(parts.embedding)
+        if parts.tied and parts.embedding != EMBEDDING and type(table) is Embedding:
+            table.__class__ = TiedTable
         # Outside of the registered modules, because it has no parameters.
         self.__dict__["outer"] = None if parts.plain_head else OuterModel(whole, parts)
 
-    def _replace_modules_outside_span(self) -> None:
-        """Replace all modules that other stages own by placeholders without parameters."""
-        layers = self._layers
-        for number, layer in enumerate(layers):
-            if not self.span.first <= number < self.span.last:
-                layers[number] = PassThrough(layer)
-        parts, span = self.parts, self.span
-        for name in (() if span.embedding else parts.before) + (() if span.head else parts.after):
-            self.set_submodule(name, create_placeholder(self.get_submodule(name)))
-        if not (span.embedding or (span.head and parts.tied)):
-            self.set_submodule(parts.embedding, PassThrough(self.get_submodule(parts.embedding)))
-
-    def _mark_tied_table(self, table: nn.Module) -> None:
-        """Turn a tied embedding into a TiedTable, so that LoRA skips it."""
-        if type(table) is Embedding:
-            table.__class__ = TiedTable
-
     @property
     def _layers(self) -> nn.ModuleList:
-        layers: Any = self.get_submodule(self.parts.layers)
-        return layers  # type: ignore[no-any-return]
+        return self.get_submodule(self.parts.layers)  # type: ignore[return-value]
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -187,8 +329,7 @@ class TransformersLM(nn.Module):
         key = "input_ids" if self.span.embedding else "inputs_embeds"
         base = self.get_submodule(self.parts.base)
         output = base(**{key: inputs}, position_ids=shared.positions, use_cache=False, documents=documents)
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
 
 class TiedTable(Embedding):
@@ -245,30 +386,18 @@ def convert_layers_to_kernels(module: nn.Module, kernels: Kernels) -> None:
             part.__class__ = Linear
             vars(part).update(is_residual=False, kernels=kernels, style="colwise", unit=1, uneven=False, ranks=ALONE)
         elif isinstance(part, nn.Embedding):
-            _convert_embedding_to_ours(part, kernels)
+            kind: Any = type(part)
+            # Subclasses scale vectors; the next class in their order is drawloom's, which looks the vectors up.
+            part.__class__ = Embedding if kind is nn.Embedding else type(kind.__name__, (kind, Embedding), {})
+            vars(part).update(kernels=kernels, ranks=ALONE)
         elif type(part) is nn.LayerNorm:
             part.__class__ = WideLayerNorm
         elif type(part).__name__.endswith("Norm"):
-            part.__class__ = _make_mixin_subclass(KeepsDtype, part)
-        if values := {name: _copy_to_cpu(buffer) for name, buffer in part.named_buffers(recurse=False)}:
-            part.__dict__["values_of_buffers"] = values
-            part.__class__ = _make_mixin_subclass(KnownBuffers, part)
-
-
-def _make_mixin_subclass(mixin: type, part: nn.Module) -> Any:
-    """Return a class with the module's class name that derives from `mixin` first, then from the module's class."""
-    kind: Any = type(part)
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
-
-
-def _convert_embedding_to_ours(part: nn.Embedding, kernels: Kernels) -> None:
-    """Turn an embedding into drawloom's in place; subclasses keep their own forward pass around it."""
-    kind: Any = type(part)
-    # Subclasses scale vectors; the next class in their order is drawloom's, which looks the vectors up.
-    part.__class__ = Embedding if kind is nn.Embedding else type(kind.__name__, (kind, Embedding), {})
-    vars(part).update(kernels=kernels, ranks=ALONE)
-
-
-def _copy_to_cpu(buffer: Tensor) -> Tensor:
-    """Copy a buffer to the CPU; zeros for a buffer on the meta device."""
-    return buffer.detach().to("cpu", copy=True) if not buffer.is_meta else torch.zeros(buffer.shape, dtype=buffer.dtype)
+            put_class_before(part, KeepsDtype)
+        if buffers := dict(part.named_buffers(recurse=False)):
+            part.__dict__["values_of_buffers"] = {
+                # A buffer on the meta device has no values.
+                name: torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().to("cpu", copy=True)
+                for name, buffer in buffers.items()
+            }
+            put_class_before(part, KnownBuffers)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from drawloom import at_least, component, setting
-from drawloom.components.model.decoder.declarations import (
+from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
     InvalidSetting,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drawloom.components.metrics.expert_load import ExpertLoad
-from drawloom.components.model.decoder.expert_specs import Routing
+from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
@@ -22,7 +22,8 @@ class Layers(nn.Module):
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()
-        routers = {str(number): Router(4, 4, 2, Routing(), cpu_kernels()) for number in numbers}
+        spec = ExpertSpec(experts=4, choices=2, width=1, routing=Routing())
+        routers = {str(number): Router(4, spec, cpu_kernels()) for number in numbers}
         for router in routers.values():
             nn.init.eye_(router.weight)
         self.layers = nn.ModuleDict(routers)

@@ -16,7 +16,7 @@ from drawloom.components.data.packing.concatenated import Concatenated
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.fallback.build import build_transformers_model
 from drawloom.components.model.fallback.checks import run_self_check, shrink_config
-from drawloom.components.model.fallback.parts import SelfCheckError
+from drawloom.components.model.fallback.module import SelfCheckError
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.transformers import Transformers
 from drawloom.components.parallel.master_weights import choose_layer_dtype

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.adapters.full_tuning import FullTuning
-from drawloom.components.model.decoder.expert_specs import Routing
+from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.phases.router_bias import RouterBias
 from drawloom.components.ports.run import Step
@@ -34,7 +34,9 @@ class Other:
 def routers(*biased: bool) -> list[Router]:
     """Return routers with 4 experts: a token's expert is its greatest channel."""
     kernels = cpu_kernels()
-    made = [Router(4, 4, 1, Routing(scoring_func="sigmoid", bias=has), kernels).double() for has in biased]
+    routings = [Routing(scoring_func="sigmoid", bias=has) for has in biased]
+    specs = [ExpertSpec(experts=4, choices=1, width=1, routing=routing) for routing in routings]
+    made = [Router(4, spec, kernels).double() for spec in specs]
     for router in made:
         nn.init.eye_(router.weight)
     return made

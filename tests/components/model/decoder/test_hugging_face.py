@@ -265,9 +265,9 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a part of each head": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "has a partial_rotary_factor other than 1",
+        "says partial_rotary_factor = 0.5, where only 1.0 can be built",
     ),
-    "a part of each head, at the top": ({"partial_rotary_factor": 0.5}, "has a partial_rotary_factor other than 1"),
+    "a part of each head, at the top": ({"partial_rotary_factor": 0.5}, "says partial_rotary_factor = 0.5"),
     "bounds that cross": (
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 64}},
         "rope_scaling.beta_fast = 32 is not above beta_slow = 64",

@@ -1,7 +1,0 @@
-"""Names with which a family is declared: its component, its config, and its layers' parts."""
-
-from drawloom.components.model.decoder.builder import *
-from drawloom.components.model.decoder.config import *
-from drawloom.components.model.decoder.family import *
-from drawloom.components.model.decoder.rope import *
-from drawloom.components.model.decoder.specs import *

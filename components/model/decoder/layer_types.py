@@ -1,0 +1,220 @@
+"""
+Configs with types of layers: attention in a window or to all tokens, with rotary positions that differ by type, and
+recurrent parts instead of attention.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import attrs
+
+from drawloom import at_least, setting
+from drawloom.components.model.decoder.config import (
+    ATTENTION_BIAS,
+    WINDOW,
+    DecoderConfig,
+    config_class,
+    rotary_factor_setting,
+    size_setting,
+    training_setting,
+)
+from drawloom.components.model.decoder.mixer_specs import DeltaSpec
+from drawloom.components.model.decoder.rope import Rope
+from drawloom.components.model.decoder.specs import PartSpec
+from drawloom.components.weights.mapper import sequential
+from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
+from drawloom.ports import ConfigJson, Mapper
+
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Keys in `rope_parameters` for positions in images, which do not matter to text."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+SlidingTypes = list[Literal["full_attention", "sliding_attention"]]
+"""Types of layers with full attention and with a window."""
+
+
+def alternate_layer_types(layers: int, interval: int, other: str = SLIDING) -> list[str]:
+    """Return a type for every layer: full attention for the last of every `interval` layers, `other` for the rest."""
+    return [other if (layer + 1) % interval else FULL for layer in range(layers)]
+
+
+def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
+    """Declare `layer_types`: by default the last of every `interval` layers has full attention."""
+    ordinals = {2: "second", 3: "third", 4: "fourth", 6: "sixth"}
+    return training_setting(
+        f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
+        default=attrs.Factory(
+            lambda self: alternate_layer_types(self.num_hidden_layers, interval, other), takes_self=True
+        ),
+    )
+
+
+@config_class
+class WindowConfig(DecoderConfig):
+    """Config with an optional sliding window in all layers."""
+
+    sliding_window: int | None = training_setting(
+        "number of tokens that a token attends to, including itself; default: all before it",
+        default=None,
+        check=at_least(1),
+    )
+
+    def window_of(self, layer: int) -> int | None:
+        return self.sliding_window
+
+
+@config_class
+class LayerTypesConfig(DecoderConfig):
+    """
+    Config with a type for every layer: full attention, or attention within `sliding_window` tokens.
+
+    `layer_types` may be longer than the model.
+    """
+
+    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
+    layer_types: SlidingTypes = layer_types_setting(4)
+
+    def window_of(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+
+def fill_layer_list(
+    config: ConfigJson, key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
+) -> ConfigJson:
+    """Return a `config.json` with `create(layers, interval)` for a missing list by layer, if both are numbers."""
+    layers = config.get("num_hidden_layers")
+    if config.get(key) is None and type(interval) is int and type(layers) is int and interval > 0:
+        return {**config, key: create(layers, interval)}
+    return config
+
+
+@config_class
+class RopeByTypeConfig(LayerTypesConfig):
+    """Config whose layers with a window have unscaled rotary positions, with the base `sliding_theta_key`."""
+
+    sliding_theta_key: ClassVar[str] = "sliding_theta"
+    default_sliding_theta: ClassVar[float] = 1e4
+
+    @property
+    def sliding_theta(self) -> float:
+        """The base in layers with a window, where the family has no key for it."""
+        return self.rope_theta
+
+    def rope_of(self, layer: int) -> Rope | None:
+        if self.window_of(layer) is None:
+            return super().rope_of(layer)
+        return Rope(self.head_dim, getattr(self, self.sliding_theta_key))
+
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """
+        Replace rope_parameters by layer type by full attention's, and put sliding attention's base under its key.
+
+        Raises ValueError if sliding attention scales its positions.
+        """
+        by_type = config.get("rope_parameters")
+        if not isinstance(by_type, Mapping) or "rope_type" in by_type or "rope_theta" in by_type:
+            return config
+        local, full = (by_type.get(kind) or {} for kind in ("sliding_attention", "full_attention"))
+        if not isinstance(local, Mapping) or not isinstance(full, Mapping):
+            why = "has rope_parameters whose entries for sliding_attention and full_attention are not objects"
+            raise ValueError(why)
+        if local.get("rope_type", "default") != "default":
+            raise ValueError("scales rotary positions of sliding attention, where only full attention can be scaled")
+        theta = local.get("rope_theta", cls.default_sliding_theta)
+        return {**config, "rope_parameters": full, cls.sliding_theta_key: theta}
+
+    @classmethod
+    def write_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Write rope_parameters by layer type, as in transformers 5."""
+        theta = config["rope_theta"]
+        full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": theta}
+        sliding = {"rope_type": "default", "rope_theta": config.get(cls.sliding_theta_key, theta)}
+        return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
+LINEAR = "linear_attention"
+
+NO_POSITIONS = "rope_theta", "rope_scaling"
+"""The `unused_keys` of families without rotary positions."""
+
+
+@config_class
+class LinearLayersConfig(DecoderConfig):
+    """Config for a decoder whose linear_attention layers have a recurrent part instead of attention."""
+
+    layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
+    linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
+
+
+@config_class
+class DeltaConfig(LinearLayersConfig):
+    """Config for a decoder whose linear_attention layers have a gated delta net."""
+
+    multiples = (("linear_num_value_heads", "linear_num_key_heads"),)
+
+    attention_bias: bool = setting(ATTENTION_BIAS, default=False)
+    linear_key_head_dim: int = size_setting("head_dim", "width of a key head in gated delta nets", default=128)
+    linear_value_head_dim: int = size_setting("head_dim", "width of a value head in gated delta nets", default=128)
+    linear_num_key_heads: int = size_setting(
+        "num_attention_heads", "number of key heads in gated delta nets", default=16
+    )
+    linear_num_value_heads: int = size_setting(
+        "num_attention_heads", "number of value heads in gated delta nets", default=32
+    )
+
+    @property
+    def delta(self) -> DeltaSpec:
+        """The gated delta nets' specification."""
+        return DeltaSpec(
+            key_heads=self.linear_num_key_heads,
+            value_heads=self.linear_num_value_heads,
+            key_dim=self.linear_key_head_dim,
+            value_dim=self.linear_value_head_dim,
+            taps=self.linear_conv_kernel_dim,
+        )
+
+    def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
+        return super().mixer_of(layer) if self.layer_types[layer] == FULL else ("linear_attn", self.delta)
+
+    @classmethod
+    def read_keys(cls, config: ConfigJson) -> ConfigJson:
+        """Drop keys for positions in images, which text lacks, and derive missing layer types."""
+        rope = config.get("rope_parameters")
+        if isinstance(rope, Mapping):
+            kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
+            config = {**config, "rope_parameters": kept}
+        interval = config.get("full_attention_interval", 4)
+        return fill_layer_list(config, "layer_types", interval, partial(alternate_layer_types, other=LINEAR))
+
+
+@config_class
+class HybridConfig(DeltaConfig):
+    """Config of Qwen3.5: gated delta nets, and gated attention in full_attention layers."""
+
+    qk_norm = "head"
+    zero_centered = True
+    attention_gate = True
+
+    rope_theta: float = 1e7
+    partial_rotary_factor: float = rotary_factor_setting(0.25)
+
+    def join_tensors(self, name: str) -> Iterator[Mapper]:
+        """Yield the mappers that join a delta net's projections, and its convolutions to one (channels, 1, taps)."""
+        net, is_net, _ = name.partition(".A_log")
+        if is_net:
+            convolution, parts = f"{net}.conv1d.weight", [f"{net}.conv_{part}" for part in "qkv"]
+            joined = concatenate(parts, convolution, sizes=self.delta.channels)
+            yield sequential(joined, unsqueeze(convolution, 1))
+            yield from self.join_projections(net)
+
+    def join_projections(self, net: str) -> Iterator[Mapper]:
+        """Yield the mapper that joins the q, k and v projections in the gated delta net `net`."""
+        parts = [f"{net}.in_proj_{part}.weight" for part in "qkv"]
+        yield concatenate(parts, f"{net}.in_proj_qkv.weight", sizes=self.delta.channels)
+
+
+HYBRID_DEFAULTS = {"rope_theta": 1e4, "head_dim": 256}
+"""Defaults of keys in transformers, which differ from ours."""
