@@ -13,8 +13,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments
-from drawloom.kernels.gated_delta.triton import (
+from drawloom.kernels.documents import RecurrentDocuments
+from drawloom.kernels.operation import make_differentiable, register_kernel
+from drawloom.kernels.state_space.eager import state_space_eager
+from drawloom.kernels.triton.chunks import (
     CHUNK,
     CHUNK_SIZE,
     MIN_BLOCK,
@@ -34,8 +36,6 @@ from drawloom.kernels.gated_delta.triton import (
     store_state_tile,
     store_tile,
 )
-from drawloom.kernels.operation import make_differentiable, register_kernel
-from drawloom.kernels.state_space.eager import state_space_eager
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments
+from drawloom.kernels.documents import RecurrentDocuments
 
 
 class Inputs(NamedTuple):

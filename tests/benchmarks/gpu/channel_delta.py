@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu.clock import cost
 from drawloom.kernels.channel_delta.eager import channel_delta_rule_eager
-from drawloom.kernels.gated_delta.eager import number_recurrent_documents
+from drawloom.kernels.documents import number_recurrent_documents
 from drawloom.kernels.gated_delta.triton import delta_rule_triton
 from support.recurrences import Inputs
 

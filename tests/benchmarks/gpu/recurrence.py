@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.clock import cost
 from benchmarks.gpu.peers import allow_fla_backward
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, delta_rule_eager, number_recurrent_documents
+from drawloom.kernels.documents import RecurrentDocuments, number_recurrent_documents
+from drawloom.kernels.gated_delta.eager import delta_rule_eager
 from drawloom.kernels.gated_delta.triton import delta_rule_triton
 from support.recurrences import Inputs
 

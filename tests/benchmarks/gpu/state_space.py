@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.clock import copy_rate, cost
-from drawloom.kernels.gated_delta.eager import number_recurrent_documents
+from drawloom.kernels.documents import number_recurrent_documents
 from drawloom.kernels.state_space.eager import state_space_eager
 from drawloom.kernels.state_space.triton import state_space_triton
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.channel_delta.eager import channel_delta_rule_eager
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, delta_rule_eager, number_recurrent_documents
+from drawloom.kernels.documents import RecurrentDocuments, number_recurrent_documents
+from drawloom.kernels.gated_delta.eager import delta_rule_eager
 from support.recurrences import (
     delta_rule_by_token,
     draw_decays_by_channel,

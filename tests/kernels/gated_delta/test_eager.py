@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, delta_rule_eager, number_recurrent_documents
+from drawloom.kernels.documents import RecurrentDocuments, number_recurrent_documents
+from drawloom.kernels.gated_delta.eager import delta_rule_eager
 from support.recurrences import Inputs, delta_rule_by_token, draw_recurrence, replace_tokens, requiring_grad
 from support.seeding import seeds
 

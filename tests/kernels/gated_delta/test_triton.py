@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, delta_rule_eager, number_recurrent_documents
+from drawloom.kernels.documents import RecurrentDocuments, number_recurrent_documents
+from drawloom.kernels.gated_delta.eager import delta_rule_eager
 from drawloom.kernels.gated_delta.triton import delta_rule_triton
 from support.kernels import DEVICE, assert_all_close, exact
-from support.recurrences import Inputs, draw_recurrence, replace_tokens
+from support.recurrences import Inputs, draw_decays_by_channel, draw_recurrence, replace_tokens
 
 IS_GPU = DEVICE.type == "cuda"
 
@@ -42,17 +43,28 @@ def documents_of(lengths: list[list[int]], has_state: bool) -> RecurrentDocument
     return documents._replace(before=before) if has_state else documents
 
 
-def inputs_of(length: int, rows: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype) -> Inputs:
+def inputs_of(
+    length: int,
+    rows: int,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    by_channel: bool = False,
+) -> Inputs:
     drawn = draw_recurrence(length, heads, widths, rows)
+    drawn = draw_decays_by_channel(drawn) if by_channel else drawn
     dtypes = dtype, dtype, dtype, torch.float32, dtype
     return Inputs(*(x.to(DEVICE, kind).requires_grad_() for x, kind in zip(drawn, dtypes, strict=True)))
 
 
-def compare(case: tuple[list[list[int]], tuple[int, int], tuple[int, int], bool], dtype: torch.dtype) -> None:
+def compare(
+    case: tuple[list[list[int]], tuple[int, int], tuple[int, int], bool], dtype: torch.dtype, by_channel: bool
+) -> None:
     """Compare results, states and gradients with float64."""
     lengths, heads, widths, has_state = case
     documents, rows = documents_of(lengths, has_state), len(lengths)
-    inputs = inputs_of(sum(lengths[0]), rows, heads, widths, dtype)
+    inputs = inputs_of(sum(lengths[0]), rows, heads, widths, dtype, by_channel=by_channel)
     state = torch.randn(rows, heads[1], *widths, device=DEVICE).requires_grad_() if has_state else None
     learned: list[Tensor] = [*inputs] if state is None else [*inputs, state]
     wide = exact(*learned)
@@ -70,17 +82,19 @@ def compare(case: tuple[list[list[int]], tuple[int, int], tuple[int, int], bool]
     assert_all_close([grad.to(dtype) for grad in grads], wanted, bound)
 
 
+@pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
 @pytest.mark.parametrize(("case", "dtype"), [*product(CASES, DTYPES)])
-def test_triton_equals_eager(case: str, dtype: torch.dtype) -> None:
+def test_triton_equals_eager(case: str, dtype: torch.dtype, by_channel: bool) -> None:
     """For any borders, widths, head groups and states, results and gradients are as in float64."""
-    compare(CASES[case], dtype)
+    compare(CASES[case], dtype, by_channel)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
 @pytest.mark.parametrize(("case", "dtype"), [*product(WIDE, DTYPES)])
-def test_widths_of_models_equal_eager(case: str, dtype: torch.dtype) -> None:
+def test_widths_of_models_equal_eager(case: str, dtype: torch.dtype, by_channel: bool) -> None:
     """Results and gradients at the widths of models, on a GPU, are as in float64."""
-    compare(WIDE[case], dtype)
+    compare(WIDE[case], dtype, by_channel)
 
 
 def test_documents_are_isolated_to_the_bit() -> None:

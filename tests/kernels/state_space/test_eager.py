@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, number_recurrent_documents
+from drawloom.kernels.documents import RecurrentDocuments, number_recurrent_documents
 from drawloom.kernels.state_space.eager import state_space_eager
 from support.recurrences import draw_recurrence, replace_tokens
 

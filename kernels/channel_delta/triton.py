@@ -1,0 +1,234 @@
+"""
+The parts of the gated delta rule in Triton that differ if every key channel has a decay; see `gated_delta/triton.py`.
+
+For queries and keys decayed from the incoming state, and keys decayed to the chunk's end, states pass through the same
+kernels as with decays by head. Only products of two tokens in a chunk need more: the decays between them differ by
+channel. All pairs of tokens whose indices first differ in one bit lie on both sides of borders between halves, where
+decays from a border and decays to it are factors for queries and keys. So six products, one per bit, have all pairs,
+and no exponent is positive (`channel_delta/eager.py` halves chunks in the same way).
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drawloom.kernels.triton.chunks import (
+    CHUNK,
+    MIN_BLOCK,
+    MIN_GATE,
+    ChunkSizes,
+    exp_where,
+    invert_unit_lower_triangular,
+    load_by_token,
+    load_chunk_document_ids,
+    load_state_tile,
+    load_tile,
+    load_transposed,
+    locate_chunk_and_head,
+    mask_causal_document_pairs,
+    mask_document_pairs_by_key,
+    multiply,
+    multiply_columns,
+    store_tile,
+)
+from drawloom.kernels.triton.launch import cache_launches
+
+BITS = tl.constexpr(6)
+"""Bits in a token's index in a chunk."""
+
+
+class DecayedKeys(NamedTuple):
+    """
+    Queries and keys decayed from the incoming state, keys decayed to the chunk's end, and log decays from the first
+    token in a chunk and document, float32; all (rows, length, value_heads, K).
+    """
+
+    q: Tensor
+    k: Tensor
+    k_to_end: Tensor
+    sums: Tensor
+
+    @classmethod
+    def compute(cls, q: Tensor, k: Tensor, g: Tensor, ids: Tensor, before: Tensor, sizes: ChunkSizes) -> Self:
+        """Decay q and k (rows, length, key_heads, K) by g (rows, length, value_heads, K)."""
+        decayed = cls(*(k.new_empty(g.shape) for _ in range(3)), g.new_empty(g.shape, dtype=torch.float32))
+        _decay_queries_and_keys[(sizes.chunk_head_count * sizes.key_parts,)](
+            *(q, k, g.contiguous(), ids, before, *decayed, sizes.length, sizes.chunks),
+            **{name: sizes.constants[name] for name in ("HEADS", "GROUPS", "K")},
+            BK=MIN_BLOCK,
+            num_warps=4,
+        )
+        return decayed
+
+
+def solve_systems_by_channel(inputs: tuple[Tensor, ...], results: tuple[Tensor, ...], sizes: ChunkSizes) -> None:
+    """Fill `results`, see `_solve_chunk_systems`."""
+    _solve_chunk_systems[(sizes.chunk_head_count,)](
+        *(*inputs, *results, sizes.length, sizes.chunks),
+        **{**sizes.constants, "BK": MIN_BLOCK},
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def compute_gradients_by_channel(inputs: tuple[Tensor, ...], results: tuple[Tensor, ...], sizes: ChunkSizes) -> None:
+    """Fill `results`, see `_compute_gradients`."""
+    _compute_gradients[(sizes.chunk_head_count * sizes.key_parts,)](
+        *(*inputs, *results, sizes.length, sizes.chunks),
+        **{**sizes.constants, "BK": MIN_BLOCK},
+        num_warps=8,
+        num_stages=1,
+    )
+
+
+# fmt: off
+@cache_launches("length", "chunks")
+def _decay_queries_and_keys(
+    q, k, g, ids, before, decayed_q, decayed_k, k_to_end, sums, length, chunks, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+):
+    # fmt: on
+    """Store BK channels of `DecayedKeys`."""
+    PARTS: tl.constexpr = (K + BK - 1) // BK
+    channel = tl.program_id(0) % PARTS * BK + tl.arange(0, BK)
+    _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
+    _first, token, inside = tokens
+    own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    gates = tl.maximum(load_tile(g, tokens, head, HEADS, channel, K).to(tl.float32), MIN_GATE)
+    decays = multiply(mask_causal_document_pairs(own, inside).to(tl.float32), gates, "tf32x3")
+    store_tile(sums, tokens, head, HEADS, channel, K, decays)
+    total = tl.sum(tl.where((token == end)[:, None], decays, 0.0), 0)
+    from_state = exp_where((own == incoming)[:, None], decays)
+    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+    store_tile(decayed_q, tokens, head, HEADS, channel, K, query * from_state)
+    store_tile(decayed_k, tokens, head, HEADS, channel, K, key * from_state)
+    store_tile(k_to_end, tokens, head, HEADS, channel, K, key * exp_where((own == last)[:, None], total - decays))
+
+
+@triton.jit
+def _load_border_decays(sums, decays, first, end, size, head, HEADS: tl.constexpr, channel, K: tl.constexpr):
+    """Return factors, at most 1, from or to the border between a token's halves with `size` tokens, and the pairs."""
+    token = tl.arange(0, CHUNK)
+    border = (token | (2 * size - 1)) - size  # the first half's last token
+    at_border = load_tile(sums, (first, border, border <= end), head, HEADS, channel, K)
+    different = token[:, None] ^ token[None, :]
+    # A token has no pairs across a border in another document, so that its factor does not count.
+    return tl.exp(-tl.abs(decays - at_border)), (different >= size) & (different < 2 * size)
+
+
+# fmt: off
+@cache_launches("length", "chunks")
+def _solve_chunk_systems(
+    q, k, v, beta, ids, before, decayed_k, sums, scores, inverse, keys, written, length, chunks, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """Store, by chunk and head, decayed scores, the inverse system, and its products with keys and values."""
+    _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    first, token, inside = tokens
+    own, _incoming, _last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    by_query, by_key = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+    for begin in range(0, K, BK):
+        channel = begin + tl.arange(0, BK)
+        query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+        decays = load_tile(sums, tokens, head, HEADS, channel, K)
+        by_query += tl.where(token[:, None] == token[None, :], tl.sum(query * key, 1)[:, None], 0.0)
+        size = 1
+        for _ in range(BITS):
+            decay, is_pair = _load_border_decays(sums, decays, first, end, size, head, HEADS, channel, K)
+            near = (key * decay).to(k.dtype.element_ty)
+            by_key += tl.where(is_pair, multiply(near, tl.trans(near), PRECISION), 0.0)
+            product = multiply((query * decay).to(k.dtype.element_ty), tl.trans(near), PRECISION)
+            by_query += tl.where(is_pair, product, 0.0)
+            size *= 2
+    is_pair = mask_causal_document_pairs(own, inside)
+    store_tile(scores, tokens, head, HEADS, token, CHUNK, tl.where(is_pair, by_query, 0.0))
+    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
+    system = tl.where(is_pair & (token[:, None] > token[None, :]), factors[:, None] * by_key, 0.0)
+    DTYPE: tl.constexpr = tl.float16 if k.dtype.element_ty.primitive_bitwidth == 16 else tl.float32
+    solved = invert_unit_lower_triangular(system, DTYPE, PRECISION)
+    store_tile(inverse, tokens, head, HEADS, token, CHUNK, solved)
+    weighted = (solved * factors[None, :]).to(k.dtype.element_ty)
+    multiply_columns(weighted, decayed_k, keys, tokens, head, HEADS, K, BK, PRECISION)
+    multiply_columns(weighted, v, written, tokens, head, HEADS, V, BV, PRECISION)
+
+
+# fmt: off
+@cache_launches("length", "chunks")
+def _compute_gradients(
+    grad, q, k, beta, written, states, grad_written, grad_states, grad_scores, grad_pairs, sums, ids, before, grad_q,
+    grad_k, grad_g, part_factors, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """Store a value head's gradients for BK channels in queries, keys and gates, and their part in beta's gradients."""
+    PARTS: tl.constexpr = (K + BK - 1) // BK
+    part = tl.program_id(0) % PARTS
+    number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
+    first, token, inside = tokens
+    own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    channel = part * BK + tl.arange(0, BK)
+    to_query, to_key = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
+    through_state, along_state = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((BK,), tl.float32)
+    for begin in range(0, V, BV):
+        column = begin + tl.arange(0, BV)
+        state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
+        grad_state = load_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
+        grads = load_tile(grad, tokens, head, HEADS, column, V)
+        wanted = load_tile(grad_written, tokens, head, HEADS, column, V)
+        values = load_tile(written, tokens, head, HEADS, column, V)
+        to_query += multiply(grads, tl.trans(state), PRECISION)
+        through_state += multiply(wanted, tl.trans(state), PRECISION)
+        to_key += multiply(values, tl.trans(grad_state), PRECISION)
+        along_state += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
+    decays = load_tile(sums, tokens, head, HEADS, channel, K)
+    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
+    total = tl.sum(tl.where((token == end)[:, None], decays, 0.0), 0)
+    from_state = exp_where((own == incoming)[:, None], decays)
+    to_query *= from_state
+    through_state *= from_state
+    to_key *= exp_where((own == last)[:, None], total - decays)
+    along = -tl.sum(through_state * key, 1)
+    through_state *= factors[:, None]
+    at_end = tl.sum(to_key * key, 0) + tl.where(last == incoming, tl.exp(total), 0.0) * along_state
+    # By token: products with decays that begin there count against its sum, and all others count for it.
+    grad_sums = to_query * query - (through_state + to_key) * key
+    grad_sums += tl.where((token == end)[:, None], at_end[None, :], 0.0)
+    to_key -= through_state
+    pairs = load_tile(grad_pairs, tokens, head, HEADS, token, CHUNK)
+    # Below the diagonal, gradients for a token's own system row without its beta; above it, those for later rows.
+    pairs += (load_transposed(grad_pairs, tokens, head, HEADS, token, CHUNK) * factors[None, :]).to(pairs.dtype)
+    by_key = load_tile(grad_scores, tokens, head, HEADS, token, CHUNK)
+    by_query = load_transposed(grad_scores, tokens, head, HEADS, token, CHUNK)
+    to_itself = tl.sum(tl.where(token[:, None] == token[None, :], by_key, 0.0).to(tl.float32), 1)[:, None]
+    to_query += to_itself * key
+    to_key += to_itself * query
+    size = 1
+    for _ in range(BITS):
+        decay, is_pair = _load_border_decays(sums, decays, first, end, size, head, HEADS, channel, K)
+        near = (key * decay).to(pairs.dtype)
+        through_query = multiply(tl.where(is_pair, by_query, 0.0).to(pairs.dtype), near, PRECISION) * decay
+        through_key = multiply(tl.where(is_pair, pairs, 0.0).to(pairs.dtype), near, PRECISION)
+        near = (query * decay).to(pairs.dtype)
+        through_key += multiply(tl.where(is_pair, by_key, 0.0).to(pairs.dtype), near, PRECISION)
+        through_key *= decay
+        is_later = (token & size) != 0
+        along += tl.where(is_later, tl.sum(through_key * key, 1), 0.0)
+        through_key *= tl.where(is_later, factors, 1.0)[:, None]
+        to_query += through_query
+        to_key += through_key
+        grad_sums += through_query * query + through_key * key * tl.where(is_later, 1.0, -1.0)[:, None]
+        size *= 2
+    store_tile(grad_q, tokens, head, HEADS, channel, K, to_query)
+    store_tile(grad_k, tokens, head, HEADS, channel, K, to_key)
+    grad_gates = multiply(mask_document_pairs_by_key(own, inside).to(tl.float32), grad_sums, "tf32x3")
+    store_tile(grad_g, tokens, head, HEADS, channel, K, grad_gates)
+    tl.store(part_factors + ((first + token) * PARTS + part) * HEADS + head, along, mask=inside)
