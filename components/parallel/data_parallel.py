@@ -24,9 +24,9 @@ class DataParallel:
     Factory for parameter stores of this rank's stages.
 
     `blocks` returns a module's blocks; with `gathers_per_block`, FSDP gathers them one by one. With
-    `reduces_per_microbatch`, gradients are reduced after every microbatch. With `overlaps`, replicas start to sum
-    gradients during the backward pass, in buckets with `bucket_bytes`. `experts` are the names of parameters split over
-    expert ranks.
+    `reduces_per_microbatch`, gradients are reduced after every microbatch. Replicas start to sum gradients
+    during the backward pass, in buckets with `bucket_bytes`. `experts` are the names of parameters split over expert
+    ranks.
     """
 
     mesh: Mesh
@@ -35,7 +35,6 @@ class DataParallel:
     gathers_per_block: bool
     reduces_per_microbatch: bool
     bucket_bytes: int
-    overlaps: bool
     experts: Set[str]
 
     @property
@@ -77,7 +76,7 @@ class DataParallel:
 
             return ShardedStore.from_modules(sharded, self.precision)
         replicas = self.mesh.data_group
-        if replicas.size == 1 or not self.overlaps:
+        if replicas.size == 1:
             return ParameterStore.from_modules(modules, self.precision)
         from drawloom.components.parallel.ddp import ReplicatedStore
 

@@ -17,7 +17,6 @@ class DataShardDimension(Dimension):
     """Ranks with a slice of every parameter (FSDP, ZeRO-3); ranks along `context` shard parameters, too."""
 
     name: ClassVar[str] = "data_shard"
-    can_capture: ClassVar[bool] = False
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:

@@ -78,8 +78,12 @@ class ReplicatedModule:
         self._add_unsent_gradients_to_buckets(list(self._unsent))
         self.sums.start_bucket_sum()
 
-    def send_and_await_sums(self) -> None:
-        """Send remaining gradients, and wait for the step's sums, which replace the gradients."""
+    def list_gathered_parameters(self) -> list[nn.Parameter]:
+        """Return no parameters: passes compute with the module's own."""
+        return []
+
+    def finish_reduction(self) -> None:
+        """Send the remaining gradients, and wait for the step's sums, which replace the gradients."""
         if self._reduces:
             self.reduce_remaining_gradients()
         self._reduces = False
@@ -141,7 +145,7 @@ class ReplicatedStore(ParameterStore):
     def move_gradients_to_masters(self) -> None:
         """Wait for the sums, and move the copies' gradients to the masters."""
         for module in self.modules.values():
-            module.send_and_await_sums()
+            module.finish_reduction()
         super().move_gradients_to_masters()
 
     def get_shards(self, module: nn.Module) -> ReplicatedModule:

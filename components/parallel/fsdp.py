@@ -152,6 +152,14 @@ class ShardedModule:
             self.reduce_remaining_gradients()
         self._reduces = False
 
+    def finish_reduction(self) -> None:
+        """Do as `stop_reducing_in_backward`, since it waits for the sums."""
+        self.stop_reducing_in_backward()
+
+    def list_gathered_parameters(self) -> list[nn.Parameter]:
+        """Return the trained parameters in their gathered form."""
+        return [parameter.unsharded for unit in self.units for parameter in unit.trained]
+
     def list_reduction_units(self) -> list[ReductionUnit]:
         """Return the units, for a pass with weight gradients alone, which calls no input hooks."""
         return [

@@ -7,6 +7,9 @@ slot order. Inputs are copied into the slot's tensors, and outputs are copied fr
 persistent sums. The first step runs kernel by kernel, so compilation and kernel selection have ended; all graphs are
 recorded before the second step.
 
+Data-parallel ranks gather parameters and reduce gradients inside of the graphs. So a slot has other graphs for the
+first microbatch, whose passes gather, and for the last, whose backward pass reduces.
+
 Text generation with a key-value cache has a graph for each cache: a pass over one new token per row. The first pass
 for a size of caches runs kernel by kernel, too.
 
@@ -14,7 +17,6 @@ Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (PyTorch blog), with
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -122,15 +124,51 @@ class StageResult(NamedTuple):
     losses: Any
 
 
+@attrs.frozen
+class Place:
+    """
+    A microbatch's slot in a program, by number.
+
+    `gathers` says whether it is the first of a stage on data-parallel ranks, and `reduces` whether it is the last.
+    """
+
+    slot: int
+    gathers: bool
+    reduces: bool
+
+
+def assign_slots(actions: Iterable[Action]) -> dict[int, dict[int, Place]]:
+    """Return the microbatches' places by stage; a slot is taken until the microbatch's weight gradients exist."""
+    reduced = {action.stage: action.microbatch for action in actions if action.op == "REDUCE_GRAD"}
+    places: dict[int, dict[int, Place]] = {}
+    free: dict[int, list[int]] = {}
+    for action in actions:
+        stage, own = action.stage, places.setdefault(action.stage, {})
+        if action.op == "F":
+            slots = free.setdefault(stage, [])
+            slot = slots.pop() if slots else 1 + max((place.slot for place in own.values()), default=-1)
+            own[action.microbatch] = Place(slot, stage in reduced and not own, reduced.get(stage) == action.microbatch)
+        elif action.op in ("B", "W"):
+            free[stage].append(own[action.microbatch].slot)
+    return places
+
+
 @attrs.define(eq=False)
-class GraphSlot:
-    """CUDA graphs for a stage's passes on one microbatch at a time; `runner` records them with microbatch number 0."""
+class MicrobatchGraphs:
+    """
+    CUDA graphs for a stage's passes on one microbatch at a time; `runner` records them with microbatch number 0.
+
+    `holders` are the parameters whose `.grad` a pass may set, besides adding to it.
+    """
 
     runner: StageRunner
     record: Record
+    reduces: bool
+    holders: Sequence[nn.Parameter]
     _given: Any = None
     _grads: list[Tensor] | None = None
     _passes: dict[str, Recorded] = attrs.field(factory=dict)
+    _changed: dict[str, list[nn.Parameter]] = attrs.field(factory=dict)
 
     def record_passes(self, example: Any) -> None:
         """Record all passes, for tensors shaped like `example`: inputs, context and batch."""
@@ -145,7 +183,8 @@ class GraphSlot:
     def forward(self, inputs_context_batch: Any) -> StageResult:
         """Return copies of a forward pass's results."""
         _copy_tree_into(self._given, inputs_context_batch)
-        return StageResult._make(self._replay_pass("forward"))
+        self._passes["forward"].replay()
+        return StageResult._make(map_leaves(_copy_leaf, self._passes["forward"].outputs))
 
     def backward(self, grads: list[Tensor] | None) -> list[Tensor]:
         """Compute all gradients from the outputs' gradients, and return the inputs' gradients."""
@@ -164,12 +203,16 @@ class GraphSlot:
         """Launch a backward graph by name with output gradients (any shapes), and return the input gradients."""
         if grads is not None:
             _copy_tree_into(self._grads, grads)
-        input_grads: list[Tensor] = self._replay_pass(name)
-        return input_grads
+        recorded = self._passes[name]
+        recorded.replay()
+        input_grads, set_grads = recorded.outputs
+        for parameter, grad in zip(self._changed[name], set_grads, strict=True):
+            parameter.grad = grad
+        return [_copy_leaf(grad) for grad in input_grads]
 
     def backward_weight(self) -> None:
         """Accumulate the weight gradients deferred in `backward_input`."""
-        self._replay_pass("backward_weight")
+        self._replay_backward("backward_weight", None)
 
     def _run_forward(self) -> Any:
         """Run the runner's forward pass for recording, and return the output and the losses."""
@@ -178,16 +221,22 @@ class GraphSlot:
         output = self.runner.forward(0, require_grad_in_place(map_leaves(detach_leaf, inputs)), shared, batch)
         return output, self.runner.state.microbatch(0).get(LOSSES)
 
-    def _run_backward(self, name: str) -> Any:
-        """Run the runner's backward method called `name`, for recording."""
-        method = getattr(self.runner, name)
-        return method(0) if name == "backward_weight" else method(0, self._grads)
-
-    def _replay_pass(self, name: str) -> Any:
-        """Launch a pass's graph, and return copies of its outputs."""
-        recorded = self._passes[name]
-        recorded.replay()
-        return map_leaves(_copy_leaf, recorded.outputs)
+    def _run_backward(self, name: str) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Run the runner's backward method called `name`; return the inputs' gradients, and those of `_changed`."""
+        before = [parameter.grad for parameter in self.holders]
+        is_last = self.reduces and name != "backward_input"
+        if is_last:
+            self.runner.reduce_in_next_backward(is_last_in_step=True)
+        method: Any = getattr(self.runner, name)
+        input_grads = method(0) if name == "backward_weight" else method(0, self._grads)
+        if is_last:
+            self.runner.shards.finish_reduction()
+        held = zip(self.holders, before, strict=True)
+        self._changed[name] = [parameter for parameter, grad in held if parameter.grad is not grad]
+        set_grads = [parameter.grad for parameter in self._changed[name]]
+        for parameter, grad in zip(self.holders, before, strict=True):
+            parameter.grad = grad
+        return input_grads or [], set_grads
 
 
 @attrs.define(eq=False)
@@ -202,6 +251,13 @@ class GradientSums:
         for parameter in parameters:
             if parameter.grad is not None and parameter not in self._sums:
                 self._sums[parameter] = parameter.grad.contiguous()  # kernels only add to contiguous tensors
+
+    def add_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add parameters without a gradient yet."""
+        for parameter in parameters:
+            if parameter not in self._sums:
+                sums = torch.zeros(parameter.shape, dtype=parameter.grad_dtype, device=parameter.device)
+                self._sums[parameter] = sums
 
     def attach_to_parameters(self) -> None:
         """Set the sums as their parameters' `.grad`, and remember the replaced gradients."""
@@ -278,7 +334,7 @@ class TokenPass:
 @attrs.define(eq=False)
 class StageGraphs:
     """
-    One stage's slots for microbatches with one shape, persistent between steps.
+    One stage's graphs for microbatches with one shape, persistent between steps.
 
     Microbatches with other shapes run kernel by kernel; this is logged once.
     """
@@ -289,34 +345,40 @@ class StageGraphs:
     _first: Any = None  # the reference microbatch, and whether its backward pass is split
     _token_passes: WeakKeyDictionary[KeyValueCache, TokenPass] = attrs.field(factory=WeakKeyDictionary)
     _compiled_sizes: set[tuple[int, int]] = attrs.field(factory=set)  # rows and capacity of caches
-    _slots: list[GraphSlot] = attrs.field(factory=list)
-    _free: list[GraphSlot] = attrs.field(factory=list)
+    _records: list[Record] = attrs.field(factory=list)  # by slot: its graphs take turns in the same memory
+    _graphs: dict[Place, MicrobatchGraphs] = attrs.field(factory=dict)
     _warned: bool = False
 
-    def lacks_slots(self, in_flight: int) -> bool:
-        """Return whether there are fewer slots than microbatches in flight, and the first microbatch is known."""
-        return self._first is not None and len(self._slots) < in_flight
+    def list_missing(self, places: Iterable[Place]) -> list[Place]:
+        """Return the places without graphs, if the first microbatch is known."""
+        known = self._first is not None
+        return [place for place in dict.fromkeys(places) if known and place not in self._graphs]
 
-    def release_and_record_missing(self, in_flight: int) -> None:
-        """Begin a step: free all slots, and create missing ones if the first microbatch is known."""
-        while self.lacks_slots(in_flight):
+    def record_missing(self, places: Iterable[Place]) -> None:
+        """
+        Record graphs for places without them.
+
+        In a program's order: later microbatches read parameters where the first one's passes have gathered them.
+        """
+        shards = self.stage.shards
+        own = [*self.stage.module.parameters(), *self.stage.masters.values()]
+        holders = list(dict.fromkeys([*own, *(shards.list_gathered_parameters() if shards else [])]))
+        for place in self.list_missing(places):
             example, split = self._first
-            self._slots.append(GraphSlot(self._create_runner(split), self.new_record()))
-            self._slots[-1].record_passes(example)
-        self._free = list(self._slots)
+            while len(self._records) <= place.slot:
+                self._records.append(self.new_record())
+            graphs = MicrobatchGraphs(self._create_runner(split), self._records[place.slot], place.reduces, holders)
+            graphs.record_passes(example)
+            self._graphs[place] = graphs
 
-    def take_slot(self, inputs_context_batch: Any, stage: Stage, split: bool) -> GraphSlot | None:
-        """Take a free slot; None if there is none, or if the microbatch has other shapes than the first one."""
+    def find(self, place: Place, inputs_context_batch: Any, stage: Stage, split: bool) -> MicrobatchGraphs | None:
+        """Return a microbatch's graphs; None without them, or if it has other shapes than the first one."""
         if self._first is None:
             self._first, self.stage = (map_leaves(_copy_leaf, inputs_context_batch), split), stage
         if _get_graph_key((inputs_context_batch, split)) != _get_graph_key(self._first):
             self._warn_once_of_other_shapes()
             return None
-        return self._free.pop() if self._free else None
-
-    def return_slot(self, slot: GraphSlot) -> None:
-        """Free a finished microbatch's slot."""
-        self._free.append(slot)
+        return self._graphs.get(place)
 
     def get_token_pass_or_prepare(self, cache: KeyValueCache, rows: int) -> TokenPass | None:
         """Return the graph for passes over one token; None for the first such pass of a cache of this size."""
@@ -341,10 +403,12 @@ class StageGraphs:
 
 @attrs.define(eq=False)
 class CapturedRunner(StageRunner):
-    """`StageRunner` that launches a microbatch's graphs if the microbatch has a slot."""
+    """`StageRunner` that launches the graphs of microbatches that have some; `places` are by microbatch."""
 
     graphs: StageGraphs = attrs.field(kw_only=True)
-    _slots: dict[int, GraphSlot] = attrs.field(init=False, factory=dict)
+    places: Mapping[int, Place] = attrs.field(kw_only=True)
+    _launched: dict[int, MicrobatchGraphs] = attrs.field(init=False, factory=dict)
+    _gathers_itself: bool = attrs.field(init=False, default=False)
 
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
@@ -355,34 +419,41 @@ class CapturedRunner(StageRunner):
                 return token_pass.run(cache, inputs, shared, finish)
         # Graphs must serve batches with other counts, which only the host reads.
         given = inputs, shared, None if batch is None else batch.without_host_values()
-        slot = (
-            self.graphs.take_slot(given, self.stage, self.split) if torch.is_grad_enabled() and finish is None else None
-        )
-        if slot is None:
+        place = self.places.get(microbatch)
+        graphs = None if place is None else self.graphs.find(place, given, self.stage, self.split)
+        if graphs is None or self._gathers_itself:
+            # Later graphs would read what the first microbatch's graph has gathered.
+            self._gathers_itself = self._gathers_itself or (place is not None and place.gathers)
             return super().forward(microbatch, inputs, shared, batch, finish)
-        self._slots[microbatch] = slot
-        output, losses = slot.forward(given)
+        self._launched[microbatch] = graphs
+        output, losses = graphs.forward(given)
         if losses is not None:
             self.state.microbatch(microbatch)[LOSSES] = losses
         return output
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        if (slot := self._slots.pop(microbatch, None)) is None:
-            return super().backward(microbatch, grads)
-        input_grads = slot.backward(grads)
-        self.graphs.return_slot(slot)
-        return input_grads
+        if (graphs := self._launched.pop(microbatch, None)) is not None:
+            return graphs.backward(grads)
+        self._announce_reduction(microbatch)
+        return super().backward(microbatch, grads)
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        if (slot := self._slots.get(microbatch)) is None:
-            return super().backward_input(microbatch, grads)
-        return slot.backward_input(grads)
+        if (graphs := self._launched.get(microbatch)) is not None:
+            return graphs.backward_input(grads)
+        return super().backward_input(microbatch, grads)
 
     def backward_weight(self, microbatch: int) -> None:
-        if (slot := self._slots.pop(microbatch, None)) is None:
-            return super().backward_weight(microbatch)
-        slot.backward_weight()
-        self.graphs.return_slot(slot)
+        if (graphs := self._launched.pop(microbatch, None)) is not None:
+            return graphs.backward_weight()
+        self._announce_reduction(microbatch)
+        super().backward_weight(microbatch)
+
+    def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
+        """Do nothing: a graph contains the reduction, and `_announce_reduction` serves passes without a graph."""
+
+    def _announce_reduction(self, microbatch: int) -> None:
+        if self.places[microbatch].reduces:
+            super().reduce_in_next_backward(is_last_in_step=True)
 
 
 def _find_recordable_cache(inputs: Any, shared: BatchContext) -> KeyValueCache | None:
@@ -392,16 +463,6 @@ def _find_recordable_cache(inputs: Any, shared: BatchContext) -> KeyValueCache |
         return None
     has_one_token = isinstance(inputs, Tensor) and inputs.shape[1] == 1
     return cache if has_one_token and not torch.is_grad_enabled() else None
-
-
-def count_peak_microbatches_in_flight(actions: Iterable[Action]) -> Counter[int]:
-    """Return the maximum microbatch count between forward pass and weight gradients, by stage."""
-    now: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    for action in actions:
-        now[action.stage] += (action.op == "F") - (action.op in ("B", "W"))
-        most[action.stage] = max(most[action.stage], now[action.stage])
-    return most
 
 
 def describe_capture_error(stage: int, error: RuntimeError) -> str:
@@ -448,7 +509,6 @@ class CapturedPasses(StageFeature, PassFeature):
         "pipeline.streams": "CUDA graphs for passes share memory, so two passes can't run at the same time",
     }
     keeps_layer_shapes: ClassVar[bool] = True
-    runs_gradient_hooks: ClassVar[bool] = False
 
     device: Device
     _graphs: dict[int, StageGraphs] = internal(factory=dict)
@@ -457,12 +517,19 @@ class CapturedPasses(StageFeature, PassFeature):
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield problems if passes contain collectives, adapters use dropout, or activations leave the device."""
+        """Yield problems with ranks that graphs can't serve, adapters with dropout, and offloaded activations."""
         sizes = nodes.sizes.settings()
         uncapturable = (dimension.name for dimension in DIMENSIONS if not dimension.can_capture)
         if name := next((name for name in uncapturable if sizes[name] > 1), None):
             text = f"passes with collectives of ranks along {name!r} can't be captured as CUDA graphs"
             yield feature.problem("use", text, f"remove [{feature.name}], or write {name} = 1 in [{nodes.mesh.name}]")
+        if sizes["data_shard"] > 1 and nodes.stages.settings.get("sync_each_microbatch"):
+            text = "gradients are reduced in the CUDA graph of the last microbatch"
+            yield nodes.stages.problem("sync_each_microbatch", text, f"write false, or remove [{feature.name}]")
+        processes = nodes.mesh.neighbour("processes")
+        if processes and processes.settings.get("on_failure") == "continue":
+            text = "a run can't abort a communicator that CUDA graphs refer to"
+            yield processes.problem("on_failure", text, f'write "stop", or remove [{feature.name}]')
         for adapter in nodes.stages.neighbours("adapters"):
             if adapter.settings.get("dropout"):
                 draws = f"[{adapter.name}] draws new random numbers for dropout in each pass"
@@ -485,10 +552,16 @@ class CapturedPasses(StageFeature, PassFeature):
         """Record missing graphs before a training step, and let all stages launch their graphs."""
         if (new_record := self._new_record) is None:
             return operations
+        places: Mapping[int, Mapping[int, Place]] = {}
         if run.kind == "training":
             run.microbatches = self._unify_one_document_flags(run.microbatches)
-            self._record_missing_graphs(run.actions)
-        run.stages = {index: self._wrap(runnable, new_record) for index, runnable in run.stages.items()}
+            places = assign_slots(run.actions)
+            self._record_missing_graphs(places)
+            # The graph of a stage's first microbatch gathers the stage.
+            operations = {**operations, "UNSHARD": lambda _action: None}
+        run.stages = {
+            index: self._wrap(runnable, new_record, places.get(index, {})) for index, runnable in run.stages.items()
+        }
         return operations
 
     def end_run(self, run: PassRun) -> None:
@@ -497,11 +570,17 @@ class CapturedPasses(StageFeature, PassFeature):
             for graphs in self._graphs.values():
                 self._sums.adopt_gradients(graphs.stage.module.parameters())
 
-    def _wrap(self, runnable: RunnableStage, new_record: Callable[[], Record]) -> CapturedRunner:
+    def close(self) -> None:
+        """Free the graphs: a communicator does not end while a graph refers to it."""
+        self._graphs.clear()
+
+    def _wrap(
+        self, runnable: RunnableStage, new_record: Callable[[], Record], places: Mapping[int, Place]
+    ) -> CapturedRunner:
         """Return a stage's runner for one step."""
         stage, objective = runnable.stage, runnable.objective
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, objective, new_record))
-        return CapturedRunner(stage, objective, runnable.state, runnable.split, graphs=graphs)
+        return CapturedRunner(stage, objective, runnable.state, runnable.split, graphs=graphs, places=places)
 
     def _unify_one_document_flags(self, microbatches: Microbatches) -> Microbatches:
         """
@@ -521,20 +600,23 @@ class CapturedPasses(StageFeature, PassFeature):
             for inputs in microbatches
         ]
 
-    def _record_missing_graphs(self, actions: Iterable[Action]) -> None:
+    def _record_missing_graphs(self, places: Mapping[int, Mapping[int, Place]]) -> None:
         """
         Record missing graphs before a step's first microbatch; UserError if a pass can't be recorded.
 
         No messages are in flight then: recording may wait for all GPU work, including a message from a rank that waits
         for this rank's message.
         """
-        most = count_peak_microbatches_in_flight(actions)
-        if any(graphs.lacks_slots(most[index]) for index, graphs in self._graphs.items()):
+        wanted = {index: list(places.get(index, {}).values()) for index in self._graphs}
+        if any(graphs.list_missing(wanted[index]) for index, graphs in self._graphs.items()):
             torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
+            for index, graphs in self._graphs.items():
+                if len(wanted[index]) > 1 and (shards := graphs.stage.shards) is not None:
+                    self._sums.add_parameters(shards.list_gathered_parameters())
         self._sums.attach_to_parameters()
         for index, graphs in self._graphs.items():
             try:
-                graphs.release_and_record_missing(most[index])
+                graphs.record_missing(wanted[index])
             except RuntimeError as error:
                 raise UserError(describe_capture_error(index, error), exit_code=2) from error
         self._sums.restore_or_zero_sums()

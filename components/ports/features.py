@@ -170,9 +170,6 @@ class StageFeature(Feature):
     """Whether all layers keep the shape and dtype of hidden states if the model's layers do."""
     fuses_backward: ClassVar[bool] = False
     """Whether weight gradients are computed together with input gradients, so that no schedule can delay them."""
-    runs_gradient_hooks: ClassVar[bool] = True
-    """Whether backward passes run the hooks of parameters, with which replicas sum gradients during the pass."""
-
     peak_factor: ClassVar[float] = 1.0
     """The most that a device's products are faster than in the compute dtype."""
 

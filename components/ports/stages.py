@@ -63,6 +63,14 @@ class Shards(Protocol):
         """End the backward pass announced by `reduce_in_next_backward`; later passes only accumulate gradients."""
         ...
 
+    def finish_reduction(self) -> None:
+        """Reduce the remaining gradients, and wait for all sums; on a GPU only the stream waits."""
+        ...
+
+    def list_gathered_parameters(self) -> Sequence[nn.Parameter]:
+        """Return the trained parameters with which passes compute in place of the module's slices."""
+        ...
+
     def list_reduction_units(self) -> Sequence["ReductionUnit"]:
         """Return the parameter groups for the executor itself to reduce, in an order common to all ranks."""
         ...

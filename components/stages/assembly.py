@@ -357,8 +357,6 @@ class StageAssembly:
             gathers_per_block=should_gather_per_block(self.settings.reshard_after_forward, mesh.sizes.pipeline),
             reduces_per_microbatch=self.settings.sync_each_microbatch,
             bucket_bytes=self.settings.bucket_bytes,
-            # Replicas sum gradients in hooks during a backward pass.
-            overlaps=self.features.do_gradient_hooks_run,
             experts=parallel.experts,
         )
 

@@ -64,11 +64,6 @@ class FeatureStack(StageFeature):
         """Whether no feature changes the shapes of hidden states between layers."""
         return all(feature.keeps_layer_shapes for feature in self.features)
 
-    @property
-    def do_gradient_hooks_run(self) -> bool:
-        """Whether backward passes run the hooks of parameters under every feature."""
-        return all(feature.runs_gradient_hooks for feature in self.features)
-
 
 def check_features(nodes: StageNodes) -> Iterator[Problem]:
     """Yield the features' problems with the stages, and with nodes that they exclude."""

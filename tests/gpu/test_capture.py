@@ -40,6 +40,9 @@ def _steps(cases: list[pipelines.Case], how: dict[str, Any]) -> list[dict[str, A
         (1, {"recompute": ["selective", "quantized"]}),
         (2, {}),
         (2, {"recompute": ["blocks"]}),
+        (2, {"sizes": {"data_replicate": 2}}),
+        (2, {"sizes": {"data_shard": 2}}),
+        (2, {"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}),
     ],
     ids=str,
 )

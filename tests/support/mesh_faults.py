@@ -411,7 +411,7 @@ FAULTS = [
         "no_replica_sum",
         "replicas do not sum gradients",
         ("data_replicate",),
-        replace(ReplicatedModule, "send_and_await_sums", _keep_local_sums),
+        replace(ReplicatedModule, "finish_reduction", _keep_local_sums),
     ),
     SeededFault(
         "unsummed_outside",

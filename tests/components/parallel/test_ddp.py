@@ -104,7 +104,7 @@ def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
         ["layers.1.weight", "layers.2.weight"],
         ["layers.0.weight", "layers.1.weight", "layers.2.weight"],
     ]
-    shards.send_and_await_sums()
+    shards.finish_reduction()
     assert [size for size, _ in group.calls[3:]] == [3, 4, 2]
 
 

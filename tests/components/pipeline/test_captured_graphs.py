@@ -93,23 +93,30 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
     assert recorder.recorded > 0 and len(ran) >= 3 * 3 * 2
 
 
-def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, sizes: dict[str, int]) -> list[dict[str, Any]]:
+def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, how: dict[str, Any]) -> list[dict[str, Any]]:
     """Run the cases in a separate process with stand-ins for CUDA graphs."""
     with use_recorder() as graph_recorder:
-        steps_of_rank: list[dict[str, Any]] = steps(cases, capture, sizes=sizes)
+        steps_of_rank: list[dict[str, Any]] = steps(cases, capture, **how)
     assert bool(graph_recorder.recorded) == capture
     return steps_of_rank
 
 
 @pytest.mark.parametrize(
-    ("sizes", "cases"), [({}, CASES), ({"data_replicate": 2}, CASES[2:4])], ids=["pipeline", "replicas"]
+    ("how", "cases"),
+    [
+        ({}, CASES),
+        ({"sizes": {"data_replicate": 2}}, CASES[2:4]),
+        ({"sizes": {"data_shard": 2}}, [*CASES[:4], ("gpipe", 2, False, False, "plain")]),
+        ({"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}, CASES[:3]),
+    ],
+    ids=["pipeline", "replicas", "shards", "gathered once"],
 )
 def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(
-    sizes: dict[str, int], cases: list[pipelines.Case]
+    how: dict[str, Any], cases: list[pipelines.Case]
 ) -> None:
-    """Messages come from and go to other ranks, and to stages of the same rank; replicas sum after the last pass."""
+    """Messages come from and go to other ranks, and to stages of the same rank; the last passes reduce gradients."""
     steps_by_rank = [
-        run_ranks(run_steps_with_graphs, 2, cases, capture, sizes, timeout=120) for capture in (True, False)
+        run_ranks(run_steps_with_graphs, 2, cases, capture, how, timeout=120) for capture in (True, False)
     ]
     for ours, theirs in zip(*steps_by_rank, strict=True):
         for replayed, plain in zip(ours, theirs, strict=True):
