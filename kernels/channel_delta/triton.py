@@ -54,7 +54,8 @@ class DecayedKeys(NamedTuple):
     @classmethod
     def compute(cls, q: Tensor, k: Tensor, g: Tensor, ids: Tensor, before: Tensor, sizes: ChunkSizes) -> Self:
         """Decay q and k (rows, length, key_heads, K) by g (rows, length, value_heads, K)."""
-        decayed = cls(*(k.new_empty(g.shape) for _ in range(3)), g.new_empty(g.shape, dtype=torch.float32))
+        decayed_q, decayed_k, k_to_end = (k.new_empty(g.shape) for _ in range(3))
+        decayed = cls(decayed_q, decayed_k, k_to_end, g.new_empty(g.shape, dtype=torch.float32))
         _decay_queries_and_keys[(sizes.chunk_head_count * sizes.key_parts,)](
             *(q, k, g.contiguous(), ids, before, *decayed, sizes.length, sizes.chunks),
             **{name: sizes.constants[name] for name in ("HEADS", "GROUPS", "K")},
@@ -69,7 +70,7 @@ def solve_systems_by_channel(inputs: tuple[Tensor, ...], results: tuple[Tensor, 
     _solve_chunk_systems[(sizes.chunk_head_count,)](
         *(*inputs, *results, sizes.length, sizes.chunks),
         **{**sizes.constants, "BK": MIN_BLOCK},
-        num_warps=4,
+        num_warps=8,
         num_stages=1,
     )
 
@@ -135,16 +136,17 @@ def _solve_chunk_systems(
     by_query, by_key = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     for begin in range(0, K, BK):
         channel = begin + tl.arange(0, BK)
-        query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
-        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+        query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
         decays = load_tile(sums, tokens, head, HEADS, channel, K)
-        by_query += tl.where(token[:, None] == token[None, :], tl.sum(query * key, 1)[:, None], 0.0)
+        itself = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)[:, None]
+        by_query += tl.where(token[:, None] == token[None, :], itself, 0.0)
         size = 1
         for _ in range(BITS):
             decay, is_pair = _load_border_decays(sums, decays, first, end, size, head, HEADS, channel, K)
-            near = (key * decay).to(k.dtype.element_ty)
+            near = (key.to(tl.float32) * decay).to(key.dtype)
             by_key += tl.where(is_pair, multiply(near, tl.trans(near), PRECISION), 0.0)
-            product = multiply((query * decay).to(k.dtype.element_ty), tl.trans(near), PRECISION)
+            product = multiply((query.to(tl.float32) * decay).to(key.dtype), tl.trans(near), PRECISION)
             by_query += tl.where(is_pair, product, 0.0)
             size *= 2
     is_pair = mask_causal_document_pairs(own, inside)
@@ -174,8 +176,8 @@ def _compute_gradients(
     first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = part * BK + tl.arange(0, BK)
-    to_query, to_key = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
-    through_state, along_state = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((BK,), tl.float32)
+    to_query, from_end = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
+    from_start, along_state = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((BK,), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
         state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
@@ -184,51 +186,48 @@ def _compute_gradients(
         wanted = load_tile(grad_written, tokens, head, HEADS, column, V)
         values = load_tile(written, tokens, head, HEADS, column, V)
         to_query += multiply(grads, tl.trans(state), PRECISION)
-        through_state += multiply(wanted, tl.trans(state), PRECISION)
-        to_key += multiply(values, tl.trans(grad_state), PRECISION)
+        from_start -= multiply(wanted, tl.trans(state), PRECISION)
+        from_end += multiply(values, tl.trans(grad_state), PRECISION)
         along_state += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
     decays = load_tile(sums, tokens, head, HEADS, channel, K)
-    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
-    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
     factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
     total = tl.sum(tl.where((token == end)[:, None], decays, 0.0), 0)
     from_state = exp_where((own == incoming)[:, None], decays)
     to_query *= from_state
-    through_state *= from_state
-    to_key *= exp_where((own == last)[:, None], total - decays)
-    along = -tl.sum(through_state * key, 1)
-    through_state *= factors[:, None]
-    at_end = tl.sum(to_key * key, 0) + tl.where(last == incoming, tl.exp(total), 0.0) * along_state
-    # By token: products with decays that begin there count against its sum, and all others count for it.
-    grad_sums = to_query * query - (through_state + to_key) * key
-    grad_sums += tl.where((token == end)[:, None], at_end[None, :], 0.0)
-    to_key -= through_state
-    pairs = load_tile(grad_pairs, tokens, head, HEADS, token, CHUNK)
+    # Gradients for keys as rows in systems, whose decays begin before them, and for keys whose decays end after them.
+    from_start *= from_state
+    from_end *= exp_where((own == last)[:, None], total - decays)
+    at_end = tl.sum(from_end * key.to(tl.float32), 0)
+    at_end += tl.where(last == incoming, tl.exp(total), 0.0) * along_state
     # Below the diagonal, gradients for a token's own system row without its beta; above it, those for later rows.
+    pairs = load_tile(grad_pairs, tokens, head, HEADS, token, CHUNK)
     pairs += (load_transposed(grad_pairs, tokens, head, HEADS, token, CHUNK) * factors[None, :]).to(pairs.dtype)
     by_key = load_tile(grad_scores, tokens, head, HEADS, token, CHUNK)
     by_query = load_transposed(grad_scores, tokens, head, HEADS, token, CHUNK)
-    to_itself = tl.sum(tl.where(token[:, None] == token[None, :], by_key, 0.0).to(tl.float32), 1)[:, None]
-    to_query += to_itself * key
-    to_key += to_itself * query
     size = 1
     for _ in range(BITS):
         decay, is_pair = _load_border_decays(sums, decays, first, end, size, head, HEADS, channel, K)
-        near = (key * decay).to(pairs.dtype)
-        through_query = multiply(tl.where(is_pair, by_query, 0.0).to(pairs.dtype), near, PRECISION) * decay
-        through_key = multiply(tl.where(is_pair, pairs, 0.0).to(pairs.dtype), near, PRECISION)
-        near = (query * decay).to(pairs.dtype)
-        through_key += multiply(tl.where(is_pair, by_key, 0.0).to(pairs.dtype), near, PRECISION)
-        through_key *= decay
-        is_later = (token & size) != 0
-        along += tl.where(is_later, tl.sum(through_key * key, 1), 0.0)
-        through_key *= tl.where(is_later, factors, 1.0)[:, None]
-        to_query += through_query
-        to_key += through_key
-        grad_sums += through_query * query + through_key * key * tl.where(is_later, 1.0, -1.0)[:, None]
+        near = (key.to(tl.float32) * decay).to(key.dtype)
+        to_query += decay * multiply(tl.where(is_pair, by_query, 0.0).to(key.dtype), near, PRECISION)
+        through_pairs = multiply(tl.where(is_pair, pairs, 0.0).to(key.dtype), near, PRECISION)
+        near = (query.to(tl.float32) * decay).to(key.dtype)
+        through_pairs += multiply(tl.where(is_pair, by_key, 0.0).to(key.dtype), near, PRECISION)
+        through_pairs *= decay
+        is_later = ((token & size) != 0)[:, None]
+        from_start += tl.where(is_later, through_pairs, 0.0)
+        from_end += tl.where(is_later, 0.0, through_pairs)
         size *= 2
-    store_tile(grad_q, tokens, head, HEADS, channel, K, to_query)
-    store_tile(grad_k, tokens, head, HEADS, channel, K, to_key)
+    query, key = query.to(tl.float32), key.to(tl.float32)
+    along = tl.sum(from_start * key, 1)
+    tl.store(part_factors + ((first + token) * PARTS + part) * HEADS + head, along, mask=inside)
+    from_start *= factors[:, None]
+    grad_sums = query * to_query + key * (from_start - from_end)
+    grad_sums += tl.where((token == end)[:, None], at_end[None, :], 0.0)
     grad_gates = multiply(mask_document_pairs_by_key(own, inside).to(tl.float32), grad_sums, "tf32x3")
     store_tile(grad_g, tokens, head, HEADS, channel, K, grad_gates)
-    tl.store(part_factors + ((first + token) * PARTS + part) * HEADS + head, along, mask=inside)
+    # A token's own query and key meet without a decay.
+    to_itself = tl.sum(tl.where(token[:, None] == token[None, :], by_key, 0.0).to(tl.float32), 1)[:, None]
+    store_tile(grad_q, tokens, head, HEADS, channel, K, to_query + to_itself * key)
+    store_tile(grad_k, tokens, head, HEADS, channel, K, from_start + from_end + to_itself * query)

@@ -366,16 +366,18 @@ def compute_results(
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
-    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
     if weights is None:
         sums = load_by_token(decays, tokens, head, HEADS)
+        query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
         key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
         state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
         from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
         mixed = from_state[:, None] * multiply(query, state, PRECISION)
         is_pair = mask_causal_document_pairs(own, inside)
-        scores = multiply(query, key, PRECISION) * exp_where(is_pair, sums[:, None] - sums[None, :])
+        pair_decay = exp_where(is_pair, sums[:, None] - sums[None, :])
+        scores = multiply(query, key, PRECISION) * pair_decay
     else:
+        query = load_tile(q, tokens, head, HEADS, channel, K)
         mixed = multiply(query, load_state_tile(states, number * HEADS + head, channel, column, K, V), PRECISION)
         scores = load_tile(weights, tokens, head, HEADS, token, CHUNK)
     values = load_tile(written, tokens, head, HEADS, column, V)

@@ -17,7 +17,7 @@ IS_GPU = DEVICE.type == "cuda"
 CASES = {
     "one document in each row": ([[70], [70]], (1, 2), (16, 16), False),
     "borders at, before and inside chunks": ([[64, 63, 1, 12]], (1, 1), (9, 7), False),
-    "documents of one token, and a state": ([[1, 1, 1, 127]], (1, 2), (6, 20), True),
+    "documents of one token, and a state": ([[1, 1, 1, 127]], (1, 2), (66, 20), True),
     "a state of another document": ([[5, 3], [8, 0]], (2, 2), (5, 3), True),
 }
 """Lengths of documents by row, heads and widths of keys and values, and whether there is a state."""
@@ -31,6 +31,8 @@ WIDE = {
 """Cases too long for the interpreter."""
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+BY_CHANNEL = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
 
 
 def documents_of(lengths: list[list[int]], has_state: bool) -> RecurrentDocuments:
@@ -82,7 +84,7 @@ def compare(
     assert_all_close([grad.to(dtype) for grad in grads], wanted, bound)
 
 
-@pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
+@BY_CHANNEL
 @pytest.mark.parametrize(("case", "dtype"), [*product(CASES, DTYPES)])
 def test_triton_equals_eager(case: str, dtype: torch.dtype, by_channel: bool) -> None:
     """For any borders, widths, head groups and states, results and gradients are as in float64."""
@@ -90,19 +92,19 @@ def test_triton_equals_eager(case: str, dtype: torch.dtype, by_channel: bool) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
+@BY_CHANNEL
 @pytest.mark.parametrize(("case", "dtype"), [*product(WIDE, DTYPES)])
 def test_widths_of_models_equal_eager(case: str, dtype: torch.dtype, by_channel: bool) -> None:
     """Results and gradients at the widths of models, on a GPU, are as in float64."""
     compare(WIDE[case], dtype, by_channel)
 
 
-def test_documents_are_isolated_to_the_bit() -> None:
+@BY_CHANNEL
+def test_documents_are_isolated_to_the_bit(by_channel: bool) -> None:
     """Replacing other documents changes no bit of a document, and its loss has zero gradients elsewhere."""
     documents = documents_of([[40, 50, 40]], False)
     ours = documents.ids[0] == 1
-    inputs = inputs_of(130, 1, (1, 1), (8, 8), torch.bfloat16)
-    others = inputs_of(130, 1, (1, 1), (8, 8), torch.bfloat16)
+    inputs, others = (inputs_of(130, 1, (1, 1), (8, 8), torch.bfloat16, by_channel=by_channel) for _ in range(2))
     replaced = replace_tokens(inputs, others, ours)
     actual, changed = (delta_rule_triton(*x, documents)[0][:, ours] for x in (inputs, replaced))
     assert torch.equal(actual, changed)
@@ -110,10 +112,11 @@ def test_documents_are_isolated_to_the_bit() -> None:
         assert not bool(grad[:, ~ours].any())
 
 
-def test_empty_rows_give_empty_results() -> None:
+@BY_CHANNEL
+def test_empty_rows_give_empty_results(by_channel: bool) -> None:
     """Without rows or tokens, results and gradients are empty, and the state passes through."""
     for rows, length in ((0, 4), (2, 0)):
-        inputs = inputs_of(length, rows, (1, 2), (4, 3), torch.float32)
+        inputs = inputs_of(length, rows, (1, 2), (4, 3), torch.float32, by_channel=by_channel)
         documents = number_recurrent_documents(torch.zeros(rows, length, dtype=torch.int64, device=DEVICE))
         state = torch.randn(rows, 2, 4, 3, device=DEVICE, requires_grad=True)
         mixed, last = delta_rule_triton(*inputs, documents, state)
@@ -133,18 +136,20 @@ def test_wide_keys_and_wide_floats_are_refused() -> None:
 
 
 @pytest.mark.gpu
+@BY_CHANNEL
 @pytest.mark.parametrize("width", [4, 16, 24, 40, 64, 80, 128, 200, 256])
 @pytest.mark.parametrize("v_width", [5, 16, 32, 48, 64, 96, 128, 256])
-def test_every_pair_of_widths_equals_eager(width: int, v_width: int) -> None:
+def test_every_pair_of_widths_equals_eager(width: int, v_width: int, by_channel: bool) -> None:
     """In bfloat16, narrow and wide keys with narrow and wide values, across a chunk's border, equal float64."""
-    compare(([[70, 60]], (1, 2), (width, v_width), True), torch.bfloat16)
+    compare(([[70, 60]], (1, 2), (width, v_width), True), torch.bfloat16, by_channel)
 
 
 @pytest.mark.gpu
-def test_two_runs_have_the_same_bits() -> None:
+@BY_CHANNEL
+def test_two_runs_have_the_same_bits(by_channel: bool) -> None:
     """Results and gradients of two runs are bitwise equal."""
     documents = documents_of([[1000, 24, 1024]], False)
-    inputs = inputs_of(2048, 1, (2, 4), (128, 128), torch.bfloat16)
+    inputs = inputs_of(2048, 1, (2, 4), (128, 128), torch.bfloat16, by_channel=by_channel)
     runs = []
     for _ in range(2):
         mixed, _ = delta_rule_triton(*inputs, documents)
