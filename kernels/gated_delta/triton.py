@@ -41,6 +41,7 @@ from drawloom.kernels.triton.chunks import (
     MIN_BLOCK,
     MIN_GATE,
     ChunkSizes,
+    carry_states,
     exp_where,
     invert_unit_lower_triangular,
     load_by_token,
@@ -313,38 +314,6 @@ def carry_states_and_update_written(
         incoming = last
     if result is not None:
         store_state_tile(result, row * HEADS + head, channel, column, K, V, carried)
-
-
-# fmt: off
-@cache_launches("length", "chunks")
-def recompute_states(
-    k, written, decays, ids, before, state, states, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-):
-    # fmt: on
-    """Store the state before every chunk in a row, from the written values; a program has a tile (BK, BV)."""
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    row, head, token = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS, tl.arange(0, CHUNK)
-    channel = tl.program_id(0) // BLOCKS * BK + tl.arange(0, BK)
-    column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
-    carried = tl.zeros((BK, BV), tl.float32)
-    if state is not None:
-        carried += load_state_tile(state, row * HEADS + head, channel, column, K, V).to(tl.float32)
-    incoming = tl.load(before + row)
-    for chunk in range(0, chunks):
-        store_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, carried)
-        tokens = locate_tokens(row, chunk, length)
-        first, token, inside = tokens
-        end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
-        own = tl.load(ids + first + token, mask=inside, other=-2)
-        last = tl.load(ids + first + end)
-        _sums, to_end, kept = load_decays(decays, tokens, end, own, last, head, HEADS, channel, K, BY_CHANNEL)
-        values = load_tile(written, tokens, head, HEADS, column, V).to(tl.float32)
-        key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-        carried = carried * tl.where(last == incoming, kept, 0.0)
-        carried += multiply(key, (values * to_end[:, None]).to(key.dtype), PRECISION)
-        incoming = last
 
 
 # fmt: off
@@ -824,10 +793,11 @@ def _backward(
         BY_CHANNEL=by_channel,
         num_warps=4,
     )
-    recompute_states[(sizes.key_parts * cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
-        *(decayed.k_to_end, written, decayed.sums, ids, before, state, states, *ends),
+    carry_states[(sizes.key_parts * cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
+        *(decayed.k_to_end, written, decayed.sums, ids, before, state, states, None, *ends),
         **{**constants, "BK": MIN_BLOCK},
         BY_CHANNEL=by_channel,
+        BACK=False,
         num_warps=4,
         num_stages=4,
     )

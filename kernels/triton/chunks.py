@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.triton.launch import limit_registers
+from drawloom.kernels.triton.launch import cache_launches, limit_registers
 from drawloom.kernels.triton.primitives import (
     cdiv,
     get_dot_precision,
@@ -197,6 +197,42 @@ def invert_unit_lower_triangular(system, DTYPE: tl.constexpr, PRECISION: tl.cons
     squared = multiply(below, below, PRECISION).to(DTYPE)
     inverse += multiply(squared, blocks, PRECISION)
     return inverse - multiply(below, inverse.to(DTYPE), PRECISION)
+
+
+# fmt: off
+@cache_launches("length", "chunks")
+def carry_states(
+    k, v, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BACK: tl.constexpr,
+):
+    # fmt: on
+    """
+    Store a tile (BK, BV) of the state before every chunk in a row, and of the last state, if k times v is added.
+
+    If BACK, store gradients for the states after all chunks, from queries and results' gradients in place of k and v.
+    """
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    channel = tl.program_id(0) // BLOCKS * BK + tl.arange(0, BK)
+    column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
+    carried = tl.zeros((BK, BV), tl.float32)
+    if state is not None:
+        carried += load_state_tile(state, row * HEADS + head, channel, column, K, V).to(tl.float32)
+    for number in range(0, chunks):
+        chunk = chunks - 1 - number if BACK else number
+        narrow = carried.to(states.dtype.element_ty)
+        store_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
+        tokens = locate_tokens(row, chunk, length)
+        own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+        sums, to_end, kept = load_decays(decays, tokens, end, own, last, head, HEADS, channel, K, BY_CHANNEL)
+        factors = exp_where(own == incoming, sums) if BACK else to_end
+        values = load_tile(v, tokens, head, HEADS, column, V).to(tl.float32)
+        key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        carried *= tl.where(last == incoming, kept, 0.0)
+        carried = tl.dot(key, (values * factors[:, None]).to(key.dtype), carried, input_precision=PRECISION)
+    if result is not None:
+        store_state_tile(result, row * HEADS + head, channel, column, K, V, carried)
 
 
 def get_float32_product_precision() -> str:

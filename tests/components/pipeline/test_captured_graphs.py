@@ -115,9 +115,7 @@ def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(
     how: dict[str, Any], cases: list[pipelines.Case]
 ) -> None:
     """Messages come from and go to other ranks, and to stages of the same rank; the last passes reduce gradients."""
-    steps_by_rank = [
-        run_ranks(run_steps_with_graphs, 2, cases, capture, how, timeout=120) for capture in (True, False)
-    ]
+    steps_by_rank = [run_ranks(run_steps_with_graphs, 2, cases, capture, how, timeout=120) for capture in (True, False)]
     for ours, theirs in zip(*steps_by_rank, strict=True):
         for replayed, plain in zip(ours, theirs, strict=True):
             assert_same(replayed, plain)
