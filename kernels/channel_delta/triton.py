@@ -6,6 +6,11 @@ kernels as with decays by head. Only products of two tokens in a chunk need more
 channel. All pairs of tokens whose indices first differ in one bit lie on both sides of borders between halves, where
 decays from a border and decays to it are factors for queries and keys. So six products, one per bit, have all pairs,
 and no exponent is positive (`channel_delta/eager.py` halves chunks in the same way).
+
+Few decays are as strong as that. From the highest bit on, the first halves with decays above exp(-MAX_EXPONENT) are the
+last: there the factors and their inverses have no overflow, and one product has all pairs left. So weak decays take one
+or two products, and time depends on decays. Chunks with a border between documents always take six, since otherwise the
+rounding in a document would depend on another one.
 """
 
 from typing import NamedTuple, Self
@@ -33,11 +38,16 @@ from drawloom.kernels.triton.chunks import (
     multiply,
     multiply_columns,
     store_tile,
+    sum_tokens,
 )
 from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.primitives import load_float32
 
-BITS = tl.constexpr(6)
-"""Bits in a token's index in a chunk."""
+MAX_EXPONENT = tl.constexpr(40.0)
+"""The largest exponent of a factor: two such factors and a sum over channels fit into bfloat16 and float32."""
+
+MAX_FLOAT16_EXPONENT = tl.constexpr(8.0)
+"""The same for float16, in which queries and keys times such factors must fit."""
 
 
 class DecayedKeys(NamedTuple):
@@ -99,7 +109,7 @@ def _decay_queries_and_keys(
     _first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     gates = tl.maximum(load_tile(g, tokens, head, HEADS, channel, K).to(tl.float32), MIN_GATE)
-    decays = multiply(mask_causal_document_pairs(own, inside).to(tl.float32), gates, "tf32x3")
+    decays = sum_tokens(mask_causal_document_pairs(own, inside), gates)
     store_tile(sums, tokens, head, HEADS, channel, K, decays)
     total = tl.sum(tl.where((token == end)[:, None], decays, 0.0), 0)
     from_state = exp_where((own == incoming)[:, None], decays)
@@ -111,14 +121,23 @@ def _decay_queries_and_keys(
 
 
 @triton.jit
-def _load_border_decays(sums, decays, first, end, size, head, HEADS: tl.constexpr, channel, K: tl.constexpr):
-    """Return factors, at most 1, from or to the border between a token's halves with `size` tokens, and the pairs."""
+def _load_border_decays(
+    sums, decays, first, end, size, is_alone, head, HEADS: tl.constexpr, channel, K: tl.constexpr, LIMIT: tl.constexpr
+):  # fmt: skip
+    """
+    Return factors from and to the border between a token's halves with `size` tokens, the pairs, and the next size.
+
+    The next size is 0 if all decays in the halves are above exp(-LIMIT): then these factors serve pairs in a half, too.
+    """
     token = tl.arange(0, CHUNK)
     border = (token | (2 * size - 1)) - size  # the first half's last token
-    at_border = load_tile(sums, (first, border, border <= end), head, HEADS, channel, K)
+    exponents = decays - load_tile(sums, (first, border, border <= end), head, HEADS, channel, K)
     different = token[:, None] ^ token[None, :]
-    # A token has no pairs across a border in another document, so that its factor does not count.
-    return tl.exp(-tl.abs(decays - at_border)), (different >= size) & (different < 2 * size)
+    is_last = is_alone & (tl.max(tl.max(tl.abs(exponents), 1), 0) <= LIMIT)
+    least, next_size = tl.where(is_last, 1, size), tl.where(is_last, 0, size // 2)
+    # Factors of tokens without a pair do not count, and are finite.
+    from_border, to_border = tl.exp(tl.minimum(exponents, LIMIT)), tl.exp(tl.minimum(-exponents, LIMIT))
+    return from_border, to_border, (different >= least) & (different < 2 * size), next_size
 
 
 # fmt: off
@@ -132,23 +151,29 @@ def _solve_chunk_systems(
     """Store, by chunk and head, decayed scores, the inverse system, and its products with keys and values."""
     _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
     first, token, inside = tokens
-    own, _incoming, _last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    own, _incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    is_alone = tl.load(ids + first) == last
+    LIMIT: tl.constexpr = MAX_FLOAT16_EXPONENT if k.dtype.element_ty == tl.float16 else MAX_EXPONENT
     by_query, by_key = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     for begin in range(0, K, BK):
         channel = begin + tl.arange(0, BK)
-        query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-        decays = load_tile(sums, tokens, head, HEADS, channel, K)
-        itself = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)[:, None]
-        by_query += tl.where(token[:, None] == token[None, :], itself, 0.0)
-        size = 1
-        for _ in range(BITS):
-            decay, is_pair = _load_border_decays(sums, decays, first, end, size, head, HEADS, channel, K)
-            near = (key.to(tl.float32) * decay).to(key.dtype)
-            by_key += tl.where(is_pair, multiply(near, tl.trans(near), PRECISION), 0.0)
-            product = multiply((query.to(tl.float32) * decay).to(key.dtype), tl.trans(near), PRECISION)
+        size = CHUNK // 2
+        while size > 0:
+            decays = load_tile(sums, tokens, head, HEADS, channel, K)
+            from_border, to_border, is_pair, size = _load_border_decays(
+                sums, decays, first, end, size, is_alone, head, HEADS, channel, K, LIMIT
+            )
+            key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+            near = tl.trans((key * to_border).to(k.dtype.element_ty))
+            product = multiply((key * from_border).to(k.dtype.element_ty), near, PRECISION)
+            by_key += tl.where(is_pair, product, 0.0)
+            query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+            product = multiply((query * from_border).to(k.dtype.element_ty), near, PRECISION)
             by_query += tl.where(is_pair, product, 0.0)
-            size *= 2
+        # A token's own query and key meet without a decay.
+        query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+        by_query += tl.where(token[:, None] == token[None, :], tl.sum(query * key, 1)[:, None], 0.0)
     is_pair = mask_causal_document_pairs(own, inside)
     store_tile(scores, tokens, head, HEADS, token, CHUNK, tl.where(is_pair, by_query, 0.0))
     factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
@@ -175,6 +200,8 @@ def _compute_gradients(
     number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
     first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    is_alone = tl.load(ids + first) == last
+    LIMIT: tl.constexpr = MAX_FLOAT16_EXPONENT if k.dtype.element_ty == tl.float16 else MAX_EXPONENT
     channel = part * BK + tl.arange(0, BK)
     to_query, from_end = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
     from_start, along_state = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((BK,), tl.float32)
@@ -186,48 +213,53 @@ def _compute_gradients(
         wanted = load_tile(grad_written, tokens, head, HEADS, column, V)
         values = load_tile(written, tokens, head, HEADS, column, V)
         to_query += multiply(grads, tl.trans(state), PRECISION)
-        from_start -= multiply(wanted, tl.trans(state), PRECISION)
+        from_start += multiply(wanted, tl.trans(state), PRECISION)
         from_end += multiply(values, tl.trans(grad_state), PRECISION)
         along_state += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
     decays = load_tile(sums, tokens, head, HEADS, channel, K)
-    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
     key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
-    total = tl.sum(tl.where((token == end)[:, None], decays, 0.0), 0)
+    total = tl.load(sums + (((first + end) * HEADS + head) * K + channel), mask=channel < K, other=0.0)
     from_state = exp_where((own == incoming)[:, None], decays)
     to_query *= from_state
     # Gradients for keys as rows in systems, whose decays begin before them, and for keys whose decays end after them.
-    from_start *= from_state
+    from_start *= -from_state
     from_end *= exp_where((own == last)[:, None], total - decays)
     at_end = tl.sum(from_end * key.to(tl.float32), 0)
     at_end += tl.where(last == incoming, tl.exp(total), 0.0) * along_state
-    # Below the diagonal, gradients for a token's own system row without its beta; above it, those for later rows.
-    pairs = load_tile(grad_pairs, tokens, head, HEADS, token, CHUNK)
-    pairs += (load_transposed(grad_pairs, tokens, head, HEADS, token, CHUNK) * factors[None, :]).to(pairs.dtype)
-    by_key = load_tile(grad_scores, tokens, head, HEADS, token, CHUNK)
-    by_query = load_transposed(grad_scores, tokens, head, HEADS, token, CHUNK)
-    size = 1
-    for _ in range(BITS):
-        decay, is_pair = _load_border_decays(sums, decays, first, end, size, head, HEADS, channel, K)
-        near = (key.to(tl.float32) * decay).to(key.dtype)
-        to_query += decay * multiply(tl.where(is_pair, by_query, 0.0).to(key.dtype), near, PRECISION)
+    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
+    size = CHUNK // 2
+    while size > 0:
+        # Loaded again for every size, of which there are few: between, registers have better use.
+        decays = load_tile(sums, tokens, head, HEADS, channel, K)
+        from_border, to_border, is_pair, size = _load_border_decays(
+            sums, decays, first, end, size, is_alone, head, HEADS, channel, K, LIMIT
+        )
+        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        near = (key.to(tl.float32) * to_border).to(key.dtype)
+        pairs = load_transposed(grad_scores, tokens, head, HEADS, token, CHUNK)
+        to_query += from_border * multiply(tl.where(is_pair, pairs, 0.0).to(key.dtype), near, PRECISION)
+        # Gradients for a token's system, without its beta; and for those of later tokens.
+        pairs = load_tile(grad_pairs, tokens, head, HEADS, token, CHUNK)
+        from_start += from_border * multiply(tl.where(is_pair, pairs, 0.0).to(key.dtype), near, PRECISION)
+        pairs = load_transposed(grad_pairs, tokens, head, HEADS, token, CHUNK).to(tl.float32) * factors[None, :]
+        near = (key.to(tl.float32) * from_border).to(key.dtype)
         through_pairs = multiply(tl.where(is_pair, pairs, 0.0).to(key.dtype), near, PRECISION)
-        near = (query.to(tl.float32) * decay).to(key.dtype)
-        through_pairs += multiply(tl.where(is_pair, by_key, 0.0).to(key.dtype), near, PRECISION)
-        through_pairs *= decay
-        is_later = ((token & size) != 0)[:, None]
-        from_start += tl.where(is_later, through_pairs, 0.0)
-        from_end += tl.where(is_later, 0.0, through_pairs)
-        size *= 2
-    query, key = query.to(tl.float32), key.to(tl.float32)
+        query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        near = (query.to(tl.float32) * from_border).to(key.dtype)
+        pairs = load_tile(grad_scores, tokens, head, HEADS, token, CHUNK)
+        through_pairs += multiply(tl.where(is_pair, pairs, 0.0).to(key.dtype), near, PRECISION)
+        from_end += to_border * through_pairs
+    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
     along = tl.sum(from_start * key, 1)
     tl.store(part_factors + ((first + token) * PARTS + part) * HEADS + head, along, mask=inside)
     from_start *= factors[:, None]
     grad_sums = query * to_query + key * (from_start - from_end)
     grad_sums += tl.where((token == end)[:, None], at_end[None, :], 0.0)
-    grad_gates = multiply(mask_document_pairs_by_key(own, inside).to(tl.float32), grad_sums, "tf32x3")
+    grad_gates = sum_tokens(mask_document_pairs_by_key(own, inside), grad_sums)
     store_tile(grad_g, tokens, head, HEADS, channel, K, grad_gates)
     # A token's own query and key meet without a decay.
-    to_itself = tl.sum(tl.where(token[:, None] == token[None, :], by_key, 0.0).to(tl.float32), 1)[:, None]
+    itself = grad_scores + ((first + token) * HEADS + head) * CHUNK + token
+    to_itself = load_float32(itself, inside)[:, None]
     store_tile(grad_q, tokens, head, HEADS, channel, K, to_query + to_itself * key)
     store_tile(grad_k, tokens, head, HEADS, channel, K, from_start + from_end + to_itself * query)

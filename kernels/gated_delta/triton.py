@@ -20,7 +20,8 @@ Hopper. A transposed product is computed from transposed loads, or stored and lo
 stages, a loaded tile is an operand of products or read by other operations, and never both: Triton 3.6 then loads the
 next tile over it while products still read it. `compute_key_gradients` has such tiles, and one stage.
 
-Heads follow each other in memory. Neighbouring programs have neighbouring heads, and read long pieces.
+If every key channel has a decay, `channel_delta/triton.py` decays queries and keys, solves the systems and computes
+gradients for both; D is in the queries and keys. The other kernels then have BY_CHANNEL, or weights Q K^T D.
 """
 
 import torch

@@ -140,6 +140,16 @@ def multiply(left, right, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def sum_tokens(exists, x):
+    """Return sums of tokens in x, float32 (CHUNK, columns), for rows of tokens in exists, (CHUNK, CHUNK)."""
+    # Three bfloat16 numbers have all digits of a float32 one; products of float32 would need more.
+    ones, upper = tl.where(exists, 1.0, 0.0).to(tl.bfloat16), x.to(tl.bfloat16)
+    middle = (x - upper.to(tl.float32)).to(tl.bfloat16)
+    lower = (x - upper.to(tl.float32) - middle.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(ones, upper, tl.dot(ones, middle, tl.dot(ones, lower)))
+
+
+@triton.jit
 def multiply_columns(
     left, tensor, result, tokens, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,

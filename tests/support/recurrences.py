@@ -69,8 +69,13 @@ def draw_recurrence(
 
 
 def draw_decays_by_channel(inputs: Inputs) -> Inputs:
-    """Return inputs whose decays, (rows, length, heads, K), differ from channel to channel."""
+    """
+    Return inputs whose decays, (rows, length, heads, K), differ from channel to channel.
+
+    In all rows but the first, one channel in the first head decays by exp(-30) from token to token.
+    """
     g = inputs.g[..., None] * torch.rand(*inputs.g.shape, inputs.k.shape[-1], dtype=torch.float64)
+    g[1:, :, :1, 0] = -30
     return inputs._replace(g=g)
 
 

@@ -38,7 +38,8 @@ def main() -> None:
     seed = _draw(WIDTH)
     by_head = Inputs(q * WIDTH**-0.5, k, _draw(WIDTH), -_draw().float().abs(), _draw().sigmoid()).learned()
     by_channel = by_head._replace(g=(-_draw(WIDTH).float().abs()).requires_grad_())
-    for name, inputs in (("by head", by_head), ("by channel", by_channel)):
+    strong = by_head._replace(g=(-30 * _draw(WIDTH).float().abs()).requires_grad_())
+    for name, inputs in (("by head", by_head), ("by channel, strong decays", strong), ("by channel", by_channel)):
         moved = sum(x.nbytes for x in inputs) + seed.nbytes
         alone, both = (bytes_moved / rate * 1e3 for bytes_moved in (moved, 3 * moved - seed.nbytes))
 

@@ -8,23 +8,24 @@ from drawloom.kernels.documents import number_recurrent_documents
 from drawloom.kernels.triton.chunks import ChunkSizes
 
 ROWS, LENGTH, HEADS, WIDTH = 8, 4096, 32, 128
-OPTIONS = {
-    "decay": [{"num_warps": 4}, {"num_warps": 8}, {"num_warps": 4, "BK": 32}],
+OPTIONS: dict[str, list[dict[str, int]]] = {
     "solve": [
-        {"num_warps": 8, "BK": 64},
-        {"num_warps": 4, "BK": 64},
-        {"num_warps": 4, "BK": 32},
-        {"num_warps": 8, "BK": 64, "maxnreg": 128},
-        {"num_warps": 4, "BK": 64, "maxnreg": 168},
-        {"num_warps": 4, "BK": 32, "maxnreg": 168},
+        {"num_warps": 4},
+        {"num_warps": 8},
+        {"num_warps": 4, "maxnreg": 168},
+        {"num_warps": 8, "maxnreg": 128},
     ],
     "grad": [
-        {"num_warps": 8, "BK": 64},
-        {"num_warps": 4, "BK": 64},
-        {"num_warps": 4, "BK": 32},
-        {"num_warps": 8, "BK": 64, "maxnreg": 128},
-        {"num_warps": 4, "BK": 32, "maxnreg": 168},
-        {"num_warps": 8, "BK": 64, "BV": 32},
+        {"num_warps": 8},
+        {"num_warps": 8, "maxnreg": 128},
+        {"num_warps": 4},
+        {"num_warps": 4, "maxnreg": 168},
+    ],
+    "decay": [
+        {"num_warps": 4},
+        {"num_warps": 4, "maxnreg": 128},
+        {"num_warps": 4, "maxnreg": 96},
+        {"num_warps": 8, "maxnreg": 64},
     ],
 }
 

@@ -105,7 +105,7 @@ def test_documents_are_isolated_to_the_bit(by_channel: bool) -> None:
     documents = documents_of([[40, 50, 40]], False)
     ours = documents.ids[0] == 1
     inputs, others = (inputs_of(130, 1, (1, 1), (8, 8), torch.bfloat16, by_channel=by_channel) for _ in range(2))
-    replaced = replace_tokens(inputs, others, ours)
+    replaced = replace_tokens(inputs, others._replace(g=9 * others.g), ours)
     actual, changed = (delta_rule_triton(*x, documents)[0][:, ours] for x in (inputs, replaced))
     assert torch.equal(actual, changed)
     for grad in torch.autograd.grad(actual.float().square().sum(), inputs):
