@@ -60,7 +60,7 @@ class SymmetricExperts:
         check=at_least(1),
     )
     _exchanges: dict[int, "SharedSlots"] = internal(factory=dict)
-    _room: float | None = internal(attrs.Factory(lambda self: self.capacity, takes_self=True))
+    room: float | None = internal(attrs.Factory(lambda self: self.capacity, takes_self=True))
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """
@@ -76,8 +76,7 @@ class SymmetricExperts:
         )
         if dispatched is not None:
             return dispatched
-        # Each stream has its own memory, because exchanges are in order only within a stream.
-        stream = torch.cuda.current_stream(hidden.device).cuda_stream if hidden.is_cuda else 0
+        stream = _find_launching_stream(hidden)
         if stream not in self._exchanges:
             self._exchanges[stream] = SharedSlots(group, self.kernels, self.max_tokens)
         exchange = self._exchanges[stream]
@@ -92,17 +91,17 @@ class SymmetricExperts:
         )
         local = self.kernels.moe_peers.localize_choices(choices, group.rank * local_experts, local_experts)
         all_routes = self.kernels.moe_routes(local, local_experts)
-        routes, overflow = exchange.limit_routes_and_flag_overflow(all_routes, self._room if is_training else None)
+        routes, overflow = exchange.limit_routes_and_flag_overflow(all_routes, self.room if is_training else None)
         slot_routes = SlotRoutes(exchange, chosen, local_experts, routes, overflow)
         rows, scale = _GatherRows.apply(slot_routes, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
         return Dispatched(rows, scale, routes[2], lambda results: _SumByToken.apply(slot_routes, results))  # type: ignore[no-untyped-call]
 
     def grow_if_rows_were_dropped(self) -> bool:
-        if self._room is None or self.mesh.expert_group.size == 1:
+        if self.room is None or self.mesh.expert_group.size == 1:
             return False
-        needed = max((exchange.find_needed_capacity(self._room) for exchange in self._exchanges.values()), default=0.0)
+        needed = max((exchange.find_needed_capacity(self.room) for exchange in self._exchanges.values()), default=0.0)
         if needed:
-            before, self._room = self._room, ROOM_MARGIN * needed
+            before, self.room = self.room, ROOM_MARGIN * needed
             log.warning(
                 "rank %d of %d received %.3g times the rows of balanced experts, and had room for %.3g times as many; "
                 "the step is repeated with room for %.3g times, which a larger capacity saves",
@@ -110,7 +109,7 @@ class SymmetricExperts:
                 self.mesh.expert_group.size,
                 needed,
                 before,
-                self._room,
+                self.room,
             )
         has_grown = torch.tensor(int(needed > 0))
         self.mesh.world.max(has_grown)
@@ -300,6 +299,17 @@ class _SumByToken(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.routes.exchange.publish_tokens_then_barrier(ctx.routes.slots_per_rank, grad)
         return None, ctx.routes.read_rows_and_scalars(tokens, None)[0]
+
+
+def _find_launching_stream(hidden: Tensor) -> int:
+    """
+    Return the stream in which this pass runs; CUDA graphs are launched in the default stream.
+
+    Each stream has its own memory, because exchanges are in order only within a stream.
+    """
+    if not hidden.is_cuda or torch.cuda.is_current_stream_capturing():
+        return 0
+    return torch.cuda.current_stream(hidden.device).cuda_stream
 
 
 def _max_tokens_over_ranks(tokens: int, group: Group, device: torch.device) -> int:

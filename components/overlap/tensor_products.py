@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from drawloom import NodeView, component, internal, setting
+from drawloom import NodeView, Problem, component, internal, setting
 from drawloom.components.model.decoder.attention import Attention
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.specs import LayerContext
@@ -38,6 +38,13 @@ class OverlappedProducts(StageFeature):
         default="messages",
     )
     _peers: PeerShifts | None = internal(None)
+
+    @classmethod
+    def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
+        """Yield a problem for CUDA graphs, which would repeat the slots of their recording."""
+        if feature.settings["through"] == "memory" and nodes.find_feature("pipeline.captured"):
+            text = "ranks use slots of the shared memory in turn, and a CUDA graph always uses the recorded ones"
+            yield feature.problem("through", text, 'write through = "messages"')
 
     @classmethod
     def describe_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[str]:

@@ -15,7 +15,6 @@ class ContextDimension(Dimension):
 
     name: ClassVar[str] = "context"
     splits_work: ClassVar[bool] = True
-    can_capture: ClassVar[bool] = False
 
     def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
         """Set this rank's context group on modules with sums over whole rows; no parameter is split."""

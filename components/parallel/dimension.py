@@ -66,8 +66,6 @@ class Dimension:
     name: ClassVar[str]
     splits_work: ClassVar[bool] = False
     """Whether ranks compute parts of the same microbatch, so that collectives run inside of a stage's passes."""
-    can_capture: ClassVar[bool] = True
-    """Whether a stage's passes can be captured as CUDA graphs with several ranks along this dimension."""
 
     mesh: Mesh
 

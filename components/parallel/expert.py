@@ -23,7 +23,6 @@ class ExpertDimension(Dimension):
 
     name: ClassVar[str] = "expert"
     splits_work: ClassVar[bool] = True
-    can_capture: ClassVar[bool] = False
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:

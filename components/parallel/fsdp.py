@@ -157,8 +157,8 @@ class ShardedModule:
         self.stop_reducing_in_backward()
 
     def list_gathered_parameters(self) -> list[nn.Parameter]:
-        """Return the trained parameters in their gathered form."""
-        return [parameter.unsharded for unit in self.units for parameter in unit.trained]
+        """Return the parameters in their gathered form."""
+        return [parameter.unsharded for unit in self.units for parameter in unit.parameters]
 
     def list_reduction_units(self) -> list[ReductionUnit]:
         """Return the units, for a pass with weight gradients alone, which calls no input hooks."""

@@ -19,7 +19,6 @@ class TensorDimension(Dimension):
 
     name: ClassVar[str] = "tensor"
     splits_work: ClassVar[bool] = True
-    can_capture: ClassVar[bool] = False
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:

@@ -27,8 +27,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom import NodeView, Problem, UserError, component, internal
-from drawloom.components.parallel.dimensions import DIMENSIONS
+from drawloom import Every, NodeView, Problem, UserError, component, internal
 from drawloom.components.pipeline.runtime.stage_runner import (
     StageRunner,
     detach_leaf,
@@ -51,6 +50,7 @@ from drawloom.ports import (
     PassFeature,
     PassRun,
     RecordableFinish,
+    RowLimit,
     RunnableStage,
     Stage,
     StageFeature,
@@ -253,9 +253,9 @@ class GradientSums:
                 self._sums[parameter] = parameter.grad.contiguous()  # kernels only add to contiguous tensors
 
     def add_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add parameters without a gradient yet."""
+        """Add trained parameters without a gradient yet."""
         for parameter in parameters:
-            if parameter not in self._sums:
+            if parameter.requires_grad and parameter not in self._sums:
                 sums = torch.zeros(parameter.shape, dtype=parameter.grad_dtype, device=parameter.device)
                 self._sums[parameter] = sums
 
@@ -349,6 +349,11 @@ class StageGraphs:
     _graphs: dict[Place, MicrobatchGraphs] = attrs.field(factory=dict)
     _warned: bool = False
 
+    @cached_property
+    def gathered(self) -> Sequence[nn.Parameter]:
+        """The parameters that ranks gather from slices before a pass; none without slices."""
+        return [] if self.stage.shards is None else self.stage.shards.list_gathered_parameters()
+
     def list_missing(self, places: Iterable[Place]) -> list[Place]:
         """Return the places without graphs, if the first microbatch is known."""
         known = self._first is not None
@@ -360,9 +365,8 @@ class StageGraphs:
 
         In a program's order: later microbatches read parameters where the first one's passes have gathered them.
         """
-        shards = self.stage.shards
         own = [*self.stage.module.parameters(), *self.stage.masters.values()]
-        holders = list(dict.fromkeys([*own, *(shards.list_gathered_parameters() if shards else [])]))
+        holders = list(dict.fromkeys([*own, *self.gathered]))
         for place in self.list_missing(places):
             example, split = self._first
             while len(self._records) <= place.slot:
@@ -413,7 +417,9 @@ class CapturedRunner(StageRunner):
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
-        if (cache := _find_recordable_cache(inputs, shared)) is not None:
+        # Parameters are gathered anew for a pass, so a graph would not find them at their address.
+        cache = None if self.graphs.gathered else _find_recordable_cache(inputs, shared)
+        if cache is not None:
             cache.begin_fixed_pass(inputs.device)
             if (token_pass := self.graphs.get_token_pass_or_prepare(cache, len(inputs))) is not None:
                 return token_pass.run(cache, inputs, shared, finish)
@@ -511,18 +517,21 @@ class CapturedPasses(StageFeature, PassFeature):
     keeps_layer_shapes: ClassVar[bool] = True
 
     device: Device
+    limits: Every[RowLimit] = attrs.field(factory=Every)
     _graphs: dict[int, StageGraphs] = internal(factory=dict)
     _sums: GradientSums = internal(factory=GradientSums)
     _has_one_document_per_row: bool = internal(True)
+    _rooms: list[float | None] = internal(factory=list)
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
         """Yield problems with ranks that graphs can't serve, adapters with dropout, and offloaded activations."""
         sizes = nodes.sizes.settings()
-        uncapturable = (dimension.name for dimension in DIMENSIONS if not dimension.can_capture)
-        if name := next((name for name in uncapturable if sizes[name] > 1), None):
-            text = f"passes with collectives of ranks along {name!r} can't be captured as CUDA graphs"
-            yield feature.problem("use", text, f"remove [{feature.name}], or write {name} = 1 in [{nodes.mesh.name}]")
+        has_capacity = any(node.settings.get("capacity") for node in nodes.stages.neighbours("dispatcher"))
+        if sizes["expert"] > 1 and not has_capacity:
+            text = "passes in CUDA graphs can't wait for the number of rows that experts on other ranks get"
+            hint = f'write a dispatcher with use = "experts.symmetric" and capacity = 1.5, or remove [{feature.name}]'
+            yield feature.problem("use", text, hint)
         if sizes["data_shard"] > 1 and nodes.stages.settings.get("sync_each_microbatch"):
             text = "gradients are reduced in the CUDA graph of the last microbatch"
             yield nodes.stages.problem("sync_each_microbatch", text, f"write false, or remove [{feature.name}]")
@@ -555,6 +564,7 @@ class CapturedPasses(StageFeature, PassFeature):
         places: Mapping[int, Mapping[int, Place]] = {}
         if run.kind == "training":
             run.microbatches = self._unify_one_document_flags(run.microbatches)
+            self._forget_graphs_if_room_has_grown()
             places = assign_slots(run.actions)
             self._record_missing_graphs(places)
             # The graph of a stage's first microbatch gathers the stage.
@@ -581,6 +591,11 @@ class CapturedPasses(StageFeature, PassFeature):
         stage, objective = runnable.stage, runnable.objective
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, objective, new_record))
         return CapturedRunner(stage, objective, runnable.state, runnable.split, graphs=graphs, places=places)
+
+    def _forget_graphs_if_room_has_grown(self) -> None:
+        if (rooms := [limit.room for limit in self.limits.values()]) != self._rooms:
+            self._rooms = rooms
+            self._graphs.clear()
 
     def _unify_one_document_flags(self, microbatches: Microbatches) -> Microbatches:
         """
@@ -611,8 +626,8 @@ class CapturedPasses(StageFeature, PassFeature):
         if any(graphs.list_missing(wanted[index]) for index, graphs in self._graphs.items()):
             torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
             for index, graphs in self._graphs.items():
-                if len(wanted[index]) > 1 and (shards := graphs.stage.shards) is not None:
-                    self._sums.add_parameters(shards.list_gathered_parameters())
+                if len(wanted[index]) > 1:
+                    self._sums.add_parameters(graphs.gathered)
         self._sums.attach_to_parameters()
         for index, graphs in self._graphs.items():
             try:

@@ -43,6 +43,11 @@ class Dispatcher(Protocol):
 class RowLimit(Protocol):
     """A dispatcher with room for a limited number of rows, without a count before they come."""
 
+    @property
+    def room(self) -> float | None:
+        """Room in training passes relative to balanced experts; None if rows are counted."""
+        ...
+
     def grow_if_rows_were_dropped(self) -> bool:
         """
         Return whether passes had more rows than room on any rank, and make room for them. A collective.

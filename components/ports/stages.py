@@ -68,7 +68,7 @@ class Shards(Protocol):
         ...
 
     def list_gathered_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters with which passes compute in place of the module's slices."""
+        """Return the parameters with which passes compute in place of the module's slices."""
         ...
 
     def list_reduction_units(self) -> Sequence["ReductionUnit"]:

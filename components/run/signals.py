@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from drawloom import above, component, internal, setting
+from drawloom.components.state.step_state import HostCopy
 from drawloom.ports import Mesh
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ DEBOUNCE = 1.0
 @component(impact="safe")
 class Signals:
     """
-    SIGINT and SIGTERM handler while the run is open: the first signal stops the run after its step.
+    SIGINT and SIGTERM handler while the run is open: the first signal stops the run after its step, or the next one.
 
     A second signal ends the process at once if it or the first one is Ctrl-C. Other repeated signals count once: a
     cluster sends SIGTERM to all processes in a job, and a script and a launcher may forward it seconds later.
@@ -44,6 +45,7 @@ class Signals:
     debounce: float = internal(DEBOUNCE)
     _handlers: "SignalHandlers | None" = internal(None)
     _agreed: int = internal(0)
+    _copy: HostCopy = internal(HostCopy({"signal": torch.tensor(0)}))
 
     def open(self) -> None:
         """Install the handlers, unless they are the failed attempt's."""
@@ -75,10 +77,19 @@ class Signals:
         self._handlers = values
 
     def agree_on_signal(self) -> int:
-        """Return the largest number of a signal that any rank received, 0 without one. A collective."""
-        largest = torch.tensor(self._received, dtype=torch.int64)
-        self.mesh.world.max(largest)
-        self._agreed = int(largest)  # the rank that received it may be lost while the others save
+        """
+        Return the largest number of a signal that any rank received, 0 without one. A collective.
+
+        Several GPUs stop a step later, because the host would wait for this step's kernels to read the number.
+        """
+        world = self.mesh.world
+        largest = torch.full((), self._received, dtype=torch.int64, device=world.device)
+        world.max(largest)
+        copy = HostCopy.start({"signal": largest})
+        earlier, self._copy = self._copy, copy
+        if largest.is_cuda:
+            copy = earlier
+        self._agreed = int(copy.read()["signal"])  # the rank that received it may be lost while the others save
         return self._agreed
 
     def agree_on_reason(self, reason: str) -> str:

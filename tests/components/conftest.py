@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from torch import Tensor
 
 from drawloom.components.distributed.mesh_layout import MeshView
@@ -18,6 +19,7 @@ class OneRankGroup:
 
     rank: int = 0
     size: int = 1
+    device: torch.device = torch.device("cpu")
 
     def sum(self, tensor: Tensor) -> None: ...
 

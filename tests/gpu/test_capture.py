@@ -23,14 +23,18 @@ CASES: list[pipelines.Case] = [
 ]
 
 
+SYMMETRIC: list[pipelines.Case] = [("gpipe", 4, False, False, "symmetric")]
+
+
 def steps(ranks: int, capture: bool, **how: Any) -> list[list[dict[str, Any]]]:
     """Return the last of four steps on all ranks, by case."""
-    how = {"dtypes": pipelines.FLOAT64, "step_count": 4, "layers": 4, "lengths": (6, 0), **how}
-    return run_ranks(_steps, ranks, CASES, {**how, "features": [CapturedPasses] if capture else []}, timeout=240)
+    how = {"kind": "cuda", "dtypes": pipelines.FLOAT64, "step_count": 4, "layers": 4, "lengths": (6, 0), **how}
+    cases = SYMMETRIC if "experts" in how else CASES
+    return run_ranks(_steps, ranks, cases, {**how, "features": [CapturedPasses] if capture else []}, timeout=240)
 
 
 def _steps(cases: list[pipelines.Case], how: dict[str, Any]) -> list[dict[str, Any]]:
-    return pipelines.steps(cases, {}, "cuda", **how)
+    return pipelines.steps(cases, **how)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +46,17 @@ def _steps(cases: list[pipelines.Case], how: dict[str, Any]) -> list[dict[str, A
         (2, {"recompute": ["blocks"]}),
         (2, {"sizes": {"data_replicate": 2}}),
         (2, {"sizes": {"data_shard": 2}}),
+        (2, {"sizes": {"context": 2}}),
+        (2, {"sizes": {"tensor": 2}}),
+        (2, {"sizes": {"data_shard": 2, "expert": 2}, "experts": 4}),
         (2, {"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}),
     ],
     ids=str,
 )
 def test_cuda_graphs_have_the_same_gradients(ranks: int, how: dict[str, Any]) -> None:
     """CUDA graphs have the same float64 gradients after three updates, for all kinds of schedules."""
-    cases = [(policy, case) for policy in how.get("recompute", ["none"]) for case in CASES]
+    chosen = SYMMETRIC if "experts" in how else CASES
+    cases = [(policy, case) for policy in how.get("recompute", ["none"]) for case in chosen]
     for graphs, plain in zip(steps(ranks, True, **how), steps(ranks, False, **how), strict=True):
         for case, graph, other in zip(cases, graphs, plain, strict=True):
             assert graph["loss"] == pytest.approx(other["loss"], rel=1e-10), case
@@ -101,3 +109,17 @@ def test_run_with_cuda_graphs_has_the_same_losses(tmp_path: Path, words: tuple[s
     assert len(ours) == 8
     for mine, other in zip(ours, theirs, strict=True):
         assert list(mine) == pytest.approx(list(other), rel=2e-3)
+
+
+@pytest.mark.parametrize("mesh", [("mesh.tensor=2", "model.vocab_size=320"), ("mesh.data_shard=2",)], ids=str)
+def test_ranks_with_cuda_graphs_write_the_same_text(tmp_path: Path, mesh: tuple[str, ...]) -> None:
+    """After a step without graphs, passes over one token per row have the bits of passes without graphs."""
+    write_corpus(tmp_path)
+    texts = []
+    for name in ("graphs", "kernels"):
+        capture = ["capture.use=pipeline.captured"] * (name == "graphs")
+        words = ("tiny.toml", *KERNELS[:5], "trainer.steps=1", "device.share=true", *mesh, f"run.name={name}", *capture)
+        outcome = drawloom_run(tmp_path, *words, processes=2)
+        assert outcome.code == 0, outcome.text
+        texts.append((tmp_path / "runs" / name / "sample.txt").read_text("utf-8"))
+    assert texts[0] == texts[1] != ""

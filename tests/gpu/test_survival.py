@@ -24,12 +24,11 @@ def folder(tmp_path: Path) -> Path:
     ("dead", "words"),
     [
         ({0: ("forward_backward", 3)}, ()),
-        ({1: ("report", 4)}, ("capture.use=pipeline.captured",)),
         ({0: ("forward_backward", 3, "stopped")}, ()),
         ({1: ("report", 4, "stuck")}, ("listeners.timeouts.step=6",)),
         ({1: ("forward_backward", 5)}, ("mesh.data_shard=2", "checkpoint.neighbour_every=2")),
     ],
-    ids=["killed", "graphs", "stopped", "stuck", "shards"],
+    ids=["killed", "stopped", "stuck", "shards"],
 )
 def test_the_other_process_continues(folder: Path, dead: dict[int, tuple[str, int]], words: tuple[str, ...]) -> None:
     """It aborts its communicators, also while a kernel waits for the lost rank, and repeats the step alone."""

@@ -425,7 +425,7 @@ def steps(
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
     evaluated: int | None = None,
-    features: Sequence[type] = (),
+    features: Sequence[Callable[..., Any]] = (),
 ) -> list[dict[str, Any]]:
     """Return the results of each case's steps on this rank of a mesh."""
     common = kind, dtypes, step_count, layers, experts, recompute, settings, evaluated, features
@@ -442,7 +442,7 @@ def steps_on_meshes(
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
     evaluated: int | None = None,
-    features: Sequence[type] = (),
+    features: Sequence[Callable[..., Any]] = (),
 ) -> list[list[dict[str, Any]]]:
     """
     Return the results of each case's steps on this rank, in all processes started together, or in this one.
@@ -497,7 +497,7 @@ def _steps(
     recompute: Recompute,
     settings: Mapping[str, Any],
     evaluated: bool,
-    features: Sequence[type],
+    features: Sequence[Callable[..., Any]],
 ) -> dict[str, Any]:
     """
     Return gradients by name, as the optimizer gets them in the last step, and the weights before it; their slices; the

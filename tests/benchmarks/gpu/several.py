@@ -145,7 +145,8 @@ class Row:
 def list_rows(ranks: int) -> list[Row]:
     """Return the rows for `ranks` GPUs."""
     small, large, experts = MODELS
-    half, symmetric = ranks // 2, ('dispatcher.use="experts.symmetric"',)
+    half, symmetric = ranks // 2, ('stages.dispatcher="@dispatcher"', 'dispatcher.use="experts.symmetric"')
+    room = (), ("dispatcher.capacity=1.25",), ("dispatcher.capacity=1.25", 'capture.use="pipeline.captured"')
     kept = ("stages.reshard_after_forward=false",)
     captured = ('capture.use="pipeline.captured"',)
     overlapped = ('overlap.use="overlap.tensor_products"', 'overlap.through="memory"')
@@ -156,8 +157,8 @@ def list_rows(ranks: int) -> list[Row]:
         Row(large, {"data_shard": ranks}, 2),
         Row(large, {"data_shard": ranks}, 2, edits=kept),
         *(Row(large, {"tensor": 2, "data_shard": half}, 4, edits=edits) for edits in ((), overlapped)),
-        Row(small, {"context": ranks}, 1, 32_768),
-        Row(experts, {"data_shard": ranks, "expert": ranks}, 4, edits=(*kept, *symmetric)),
+        *(Row(small, {"context": ranks}, 1, 32_768, edits=edits) for edits in ((), captured)),
+        *(Row(experts, {"data_shard": ranks, "expert": ranks}, 4, edits=(*kept, *symmetric, *edits)) for edits in room),
         Row(large, {"data_shard": ranks}, 2, edits=('float8.use="float8.training"',)),
         Row(large, {"data_shard": ranks}, 2, edits=LORA),
         Row(large, {"context": ranks}, 1, 262_144, edits=LONG),
@@ -362,7 +363,7 @@ class Table:
 
     def run_titan(self, row: Row, tokens: int) -> str:
         """Train with torchtitan, and return its rate, time and memory."""
-        known = ("stages.reshard", "overlap", *SCHEDULES)
+        known = ("stages.reshard", "stages.dispatcher", "overlap", *SCHEDULES)
         if (
             row.model not in TITAN
             or TINY
@@ -418,7 +419,7 @@ def _edits_on_one_gpu(row: Row) -> tuple[str, ...]:
     return tuple(
         edit
         for edit in row.edits
-        if not edit.startswith(("schedule", "dispatcher", "stages.reshard", "overlap", "capture"))
+        if not edit.startswith(("schedule", "dispatcher", "stages.reshard", "stages.dispatcher", "overlap", "capture"))
     )
 
 

@@ -14,7 +14,7 @@ from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import create_step_state
 from drawloom.components.state.step_state import StepState
-from drawloom.graph import UserError
+from drawloom.graph import Every, UserError
 from drawloom.kernels.recompute import repeated_calls
 from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
 from support import pipelines
@@ -108,8 +108,11 @@ def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, how: dict[
         ({"sizes": {"data_replicate": 2}}, CASES[2:4]),
         ({"sizes": {"data_shard": 2}}, [*CASES[:4], ("gpipe", 2, False, False, "plain")]),
         ({"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}, CASES[:3]),
+        ({"sizes": {"context": 2}}, CASES[:3]),
+        ({"sizes": {"tensor": 2}}, CASES[:3]),
+        ({"sizes": {"data_shard": 2, "expert": 2}, "experts": 4}, [("gpipe", 4, False, False, "symmetric")]),
     ],
-    ids=["pipeline", "replicas", "shards", "gathered once"],
+    ids=["pipeline", "replicas", "shards", "gathered once", "context", "tensor", "experts"],
 )
 def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(
     how: dict[str, Any], cases: list[pipelines.Case]
@@ -127,6 +130,27 @@ def test_microbatches_in_flight_have_slots_of_their_own(recorder: Recorder) -> N
     assert (recorder.slots, recorder.recorded) == (1, 2)
     steps([("gpipe", 4, True, False, "plain")], True)
     assert (recorder.slots - 1, recorder.recorded - 2) == (4, 8)
+
+
+def test_more_room_for_experts_is_recorded_anew(recorder: Recorder) -> None:
+    """A graph has the room for rows of its recording, so graphs of steps before the growth are not used again."""
+    room = iter([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])
+
+    class Growing:
+        """A dispatcher whose fourth step has more room."""
+
+        @property
+        def room(self) -> float:
+            return next(room)
+
+        def grow_if_rows_were_dropped(self) -> bool:
+            return False
+
+    def feature(device: Any) -> CapturedPasses:
+        return CapturedPasses(device=device, limits=Every(dispatcher=Growing()))
+
+    pipelines.steps([("gpipe", 1, False, False, "plain")], step_count=6, layers=2, features=[feature])
+    assert (recorder.slots, recorder.recorded) == (2, 4)
 
 
 def test_other_shapes_run_and_are_logged_once(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from torch import Tensor
 
 from drawloom.components.ports.run import StoppedError
@@ -26,6 +27,7 @@ class World:
 
     rank: int
     others: int
+    device: torch.device = torch.device("cpu")
     dtypes: list[Any] = attrs.field(factory=list)
 
     def max(self, tensor: Tensor) -> None:

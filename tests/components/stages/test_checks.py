@@ -76,7 +76,13 @@ def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
         ("first_run", ("mesh.data_shard=2",), []),
         ("first_run", ("mesh.data_shard=2", "stages.sync_each_microbatch=true"), ["in the CUDA graph of the last"]),
         ("first_run", ("mesh.data_shard=2", "processes.on_failure=continue"), ["can't abort a communicator"]),
-        ("first_run", ("mesh.context=2", "mesh.tensor=2", "model.vocab_size=320"), ["ranks along 'context'"]),
+        (
+            "first_run",
+            ("overlap.use=overlap.tensor_products", "overlap.through=memory"),
+            ["slots of the shared memory"],
+        ),
+        ("moe", ("mesh.expert=2", "mesh.data_shard=2"), ["can't wait for the number of rows"]),
+        ("first_run", ("mesh.context=2", "mesh.tensor=2", "model.vocab_size=320"), []),
         (
             "finetune_lora",
             ("vars.base=.", "adapters.lora.dropout=0.1"),
@@ -85,7 +91,7 @@ def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
     ],
 )
 def test_passes_that_cannot_be_captured_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
-    """Collectives and dropout can't be captured; replicas, which sum afterwards, and any schedule can."""
+    """Graphs serve any mesh and schedule, but no pass that the host takes part in."""
     every = map(str, drawloom.Recipe.load(recipe, "capture.use=pipeline.captured", *words).graph.problems)
     messages = [text for text in every if "can't be captured" in text or "CUDA graph" in text]
     assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages
