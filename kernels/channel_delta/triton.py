@@ -122,16 +122,18 @@ def _decay_queries_and_keys(
 
 @triton.jit
 def _load_border_decays(
-    sums, decays, first, end, size, is_alone, head, HEADS: tl.constexpr, channel, K: tl.constexpr, LIMIT: tl.constexpr
+    sums, tokens, end, size, is_alone, head, HEADS: tl.constexpr, channel, K: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
     """
     Return factors from and to the border between a token's halves with `size` tokens, the pairs, and the next size.
 
     The next size is 0 if all decays in the halves are above exp(-LIMIT): then these factors serve pairs in a half, too.
     """
-    token = tl.arange(0, CHUNK)
+    LIMIT: tl.constexpr = MAX_FLOAT16_EXPONENT if tl.float16 == DTYPE else MAX_EXPONENT
+    first, token, _inside = tokens
     border = (token | (2 * size - 1)) - size  # the first half's last token
-    exponents = decays - load_tile(sums, (first, border, border <= end), head, HEADS, channel, K)
+    exponents = load_tile(sums, tokens, head, HEADS, channel, K)
+    exponents -= load_tile(sums, (first, border, border <= end), head, HEADS, channel, K)
     different = token[:, None] ^ token[None, :]
     is_last = is_alone & (tl.max(tl.max(tl.abs(exponents), 1), 0) <= LIMIT)
     least, next_size = tl.where(is_last, 1, size), tl.where(is_last, 0, size // 2)
@@ -153,15 +155,13 @@ def _solve_chunk_systems(
     first, token, inside = tokens
     own, _incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     is_alone = tl.load(ids + first) == last
-    LIMIT: tl.constexpr = MAX_FLOAT16_EXPONENT if k.dtype.element_ty == tl.float16 else MAX_EXPONENT
     by_query, by_key = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     for begin in range(0, K, BK):
         channel = begin + tl.arange(0, BK)
         size = CHUNK // 2
         while size > 0:
-            decays = load_tile(sums, tokens, head, HEADS, channel, K)
             from_border, to_border, is_pair, size = _load_border_decays(
-                sums, decays, first, end, size, is_alone, head, HEADS, channel, K, LIMIT
+                sums, tokens, end, size, is_alone, head, HEADS, channel, K, k.dtype.element_ty
             )
             key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
             near = tl.trans((key * to_border).to(k.dtype.element_ty))
@@ -201,7 +201,6 @@ def _compute_gradients(
     first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     is_alone = tl.load(ids + first) == last
-    LIMIT: tl.constexpr = MAX_FLOAT16_EXPONENT if k.dtype.element_ty == tl.float16 else MAX_EXPONENT
     channel = part * BK + tl.arange(0, BK)
     to_query, from_end = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
     from_start, along_state = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((BK,), tl.float32)
@@ -229,10 +228,9 @@ def _compute_gradients(
     factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
     size = CHUNK // 2
     while size > 0:
-        # Loaded again for every size, of which there are few: between, registers have better use.
-        decays = load_tile(sums, tokens, head, HEADS, channel, K)
+        # Tiles are loaded again for every size, of which there are few: between, registers have better use.
         from_border, to_border, is_pair, size = _load_border_decays(
-            sums, decays, first, end, size, is_alone, head, HEADS, channel, K, LIMIT
+            sums, tokens, end, size, is_alone, head, HEADS, channel, K, k.dtype.element_ty
         )
         key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
         near = (key.to(tl.float32) * to_border).to(key.dtype)

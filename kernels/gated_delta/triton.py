@@ -655,17 +655,17 @@ def _is_by_channel(g: Tensor) -> bool:
     return g.ndim > 3
 
 
-def _count_forward_flops(k: Tensor, v: Tensor, g: Tensor) -> float:
-    """Return the products' FLOPs, for all tokens and heads; decays by channel need products by bit."""
-    (width, v_width), pairs = (k.shape[3], v.shape[3]), 12 if _is_by_channel(g) else 2
-    inside = 2 * CHUNK_SIZE * ((1 + pairs) * width + 2 * v_width + CHUNK_SIZE / 3)
+def _count_forward_flops(k: Tensor, v: Tensor) -> float:
+    """Return the products' FLOPs, for all tokens and heads; strong decays by channel need more."""
+    width, v_width = k.shape[3], v.shape[3]
+    inside = 6 * CHUNK_SIZE * width + 4 * CHUNK_SIZE * v_width + 2 * CHUNK_SIZE * CHUNK_SIZE / 3
     return v.shape[:3].numel() * (6 * width * v_width + inside)
 
 
-def _count_backward_flops(k: Tensor, v: Tensor, g: Tensor) -> float:
+def _count_backward_flops(k: Tensor, v: Tensor) -> float:
     """Return the backward pass's FLOPs; it computes states again."""
-    (width, v_width), pairs = (k.shape[3], v.shape[3]), 18 if _is_by_channel(g) else 5
-    return v.shape[:3].numel() * (14 * width * v_width + 2 * CHUNK_SIZE * ((1 + pairs) * width + 4 * v_width))
+    width, v_width = k.shape[3], v.shape[3]
+    return v.shape[:3].numel() * (14 * width * v_width + 2 * CHUNK_SIZE * (6 * width + 4 * v_width))
 
 
 def _count_state_bytes(k: Tensor, v: Tensor) -> int:
@@ -673,21 +673,18 @@ def _count_state_bytes(k: Tensor, v: Tensor) -> int:
     return cdiv(v.shape[1], CHUNK_SIZE) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3] * v.itemsize
 
 
-def _count_decayed_bytes(k: Tensor, v: Tensor, g: Tensor) -> int:
-    """Return a token's bytes by value head for decayed queries and keys, and decay sums by channel."""
-    return k.shape[3] * (3 * v.itemsize + 4) if _is_by_channel(g) else 0
-
-
 def _count_forward_scratch_bytes(k: Tensor, v: Tensor, g: Tensor) -> int:
-    by_token = k.shape[3] * v.itemsize + _count_decayed_bytes(k, v, g)
-    return v.shape[:3].numel() * by_token + _count_state_bytes(k, v)
+    by_channel = 3 * v.itemsize + 4 if _is_by_channel(g) else 0
+    return v.shape[:3].numel() * k.shape[3] * (v.itemsize + by_channel) + _count_state_bytes(k, v)
 
 
 def _count_backward_scratch_bytes(k: Tensor, v: Tensor, g: Tensor) -> int:
     """Return the bytes for keys, gradients, states and sums."""
-    keys = (1 if k.shape[2] == v.shape[2] else 3) * k.shape[3]
-    by_token = (keys + v.shape[3] + 2 * CHUNK_SIZE) * v.itemsize + 8 * (1 + cdiv(k.shape[3], MIN_BLOCK))
-    return v.shape[:3].numel() * (by_token + _count_decayed_bytes(k, v, g)) + 2 * _count_state_bytes(k, v)
+    keys = 1 if k.shape[2] == v.shape[2] else 3 if _is_by_channel(g) else 2
+    by_token = (v.shape[3] + 2 * CHUNK_SIZE) * v.itemsize + 8 * (1 + cdiv(k.shape[3], MIN_BLOCK))
+    by_channel = 3 * v.itemsize + 4 if _is_by_channel(g) else 0
+    by_token += k.shape[3] * (keys * v.itemsize + by_channel)
+    return v.shape[:3].numel() * by_token + 2 * _count_state_bytes(k, v)
 
 
 @register_kernel(
@@ -827,9 +824,7 @@ def _backward(
         num_stages=2,
         **sizes.limit_registers_for_small_tiles(168),
     )
-    part_decays, part_factors = (
-        decayed.sums.new_empty(sizes.rows, sizes.length, sizes.key_parts, sizes.heads) for _ in range(2)
-    )
+    part_factors = decayed.sums.new_empty(sizes.rows, sizes.length, sizes.key_parts, sizes.heads)
     grad_q, grad_k = (x if sizes.groups == 1 else torch.empty_like(keys) for x in grads[:2])
     gradients = written, states, grad_written, grad_states, grad_scores, grad_pairs, decayed.sums, ids, before
     if by_channel:
@@ -840,7 +835,7 @@ def _backward(
         if sizes.groups > 1:
             _sum_over_value_heads(grad_q, grads[0], sizes)
     else:
-        parts = {**constants, "BK": MIN_BLOCK}
+        parts, part_decays = {**constants, "BK": MIN_BLOCK}, torch.empty_like(part_factors)
         compute_query_gradients[(sizes.chunk_head_count // sizes.groups * sizes.key_parts,)](
             *(grad, q, k, states, grad_scores, decays, ids, before, part_decays, grads[0], *ends),
             **parts,
