@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.documents import RecurrentDocuments, number_recurrent_documents
+from drawloom.kernels.documents import number_recurrent_documents
 from drawloom.kernels.gated_delta.eager import delta_rule_eager
 from drawloom.kernels.gated_delta.triton import delta_rule_triton
-from support.kernels import DEVICE, assert_all_close, exact
-from support.recurrences import Inputs, draw_decays_by_channel, draw_recurrence, replace_tokens
+from support.kernels import DEVICE, compare_rules
+from support.recurrences import Inputs, create_documents, draw_decays_by_channel, draw_recurrence, replace_tokens
 
 IS_GPU = DEVICE.type == "cuda"
 
@@ -35,16 +35,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 BY_CHANNEL = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
 
 
-def documents_of(lengths: list[list[int]], has_state: bool) -> RecurrentDocuments:
-    """
-    Return documents with these lengths; a state belongs to the first document in the first row, and to none after.
-    """
-    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    documents = number_recurrent_documents(torch.stack(ids).to(DEVICE))
-    before = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE) * 99
-    return documents._replace(before=before) if has_state else documents
-
-
 def inputs_of(
     length: int,
     rows: int,
@@ -65,23 +55,10 @@ def compare(
 ) -> None:
     """Compare results, states and gradients with float64."""
     lengths, heads, widths, has_state = case
-    documents, rows = documents_of(lengths, has_state), len(lengths)
+    documents, rows = create_documents(lengths, has_state, DEVICE), len(lengths)
     inputs = inputs_of(sum(lengths[0]), rows, heads, widths, dtype, by_channel=by_channel)
     state = torch.randn(rows, heads[1], *widths, device=DEVICE).requires_grad_() if has_state else None
-    learned: list[Tensor] = [*inputs] if state is None else [*inputs, state]
-    wide = exact(*learned)
-    wide_inputs = Inputs(*wide[:5])
-    actual = delta_rule_triton(*inputs, documents, state)
-    expected = delta_rule_eager(*wide_inputs, documents, wide[5] if has_state else None)
-    # Products of chunks are rounded to the dtype of values several times.
-    bound = 4.0 if dtype == torch.bfloat16 else 100.0
-    assert (actual[0].dtype, actual[1].dtype) == (dtype, torch.float32)
-    assert_all_close([x.to(dtype) for x in actual], expected, bound)
-    seeds = [torch.randn_like(x) for x in actual]
-    grads = torch.autograd.grad(actual, learned, seeds)
-    assert [grad.dtype for grad in grads] == [x.dtype for x in learned]
-    wanted = torch.autograd.grad(expected, wide, [x.double() for x in seeds])
-    assert_all_close([grad.to(dtype) for grad in grads], wanted, bound)
+    compare_rules(delta_rule_triton, delta_rule_eager, inputs, documents, state)
 
 
 @BY_CHANNEL
@@ -102,7 +79,7 @@ def test_widths_of_models_equal_eager(case: str, dtype: torch.dtype, by_channel:
 @BY_CHANNEL
 def test_documents_are_isolated_to_the_bit(by_channel: bool) -> None:
     """Replacing other documents changes no bit of a document, and its loss has zero gradients elsewhere."""
-    documents = documents_of([[40, 50, 40]], False)
+    documents = create_documents([[40, 50, 40]], device=DEVICE)
     ours = documents.ids[0] == 1
     inputs, others = (inputs_of(130, 1, (1, 1), (8, 8), torch.bfloat16, by_channel=by_channel) for _ in range(2))
     replaced = replace_tokens(inputs, others._replace(g=9 * others.g), ours)
@@ -126,7 +103,7 @@ def test_empty_rows_give_empty_results(by_channel: bool) -> None:
 
 def test_wide_keys_and_wide_floats_are_refused() -> None:
     """float64 and keys above 256 get an error with the limit."""
-    documents = documents_of([[4]], False)
+    documents = create_documents([[4]], device=DEVICE)
     inputs = inputs_of(4, 1, (1, 1), (4, 4), torch.float64)
     with pytest.raises(TypeError, match=r"takes float32, bfloat16 or float16, not torch\.float64"):
         delta_rule_triton(*inputs, documents)
@@ -148,7 +125,7 @@ def test_every_pair_of_widths_equals_eager(width: int, v_width: int, by_channel:
 @BY_CHANNEL
 def test_two_runs_have_the_same_bits(by_channel: bool) -> None:
     """Results and gradients of two runs are bitwise equal."""
-    documents = documents_of([[1000, 24, 1024]], False)
+    documents = create_documents([[1000, 24, 1024]], device=DEVICE)
     inputs = inputs_of(2048, 1, (2, 4), (128, 128), torch.bfloat16, by_channel=by_channel)
     runs = []
     for _ in range(2):
