@@ -1,5 +1,7 @@
 """Times of the kernels for decays by channel by launch options: `make bench NAME=tune_channel_delta`."""
 
+import multiprocessing
+
 import torch
 
 from benchmarks.gpu.clock import cost
@@ -31,6 +33,16 @@ OPTIONS: dict[str, list[dict[str, int]]] = {
 
 
 def main() -> None:
+    """Measure every kernel in a process of its own, so that an error spoils no others."""
+    spawned = multiprocessing.get_context("spawn")
+    for name in OPTIONS:
+        process = spawned.Process(target=measure, args=(name,))
+        process.start()
+        process.join()
+
+
+def measure(name: str) -> None:
+    """Print a line per variant."""
     torch.manual_seed(0)
 
     def draw(*sizes: int) -> torch.Tensor:
@@ -59,17 +71,16 @@ def main() -> None:
             tuple(sizes.constants),
         ),
     }
-    for name, variants in OPTIONS.items():
-        kernel, arguments, constants = calls[name]
-        for options in variants:
-            chosen = {"BK": 64} | {key: sizes.constants[key] for key in constants if key != "BK"} | options
-            programs = sizes.chunk_head_count * (1 if name == "solve" else WIDTH // chosen["BK"])
-            stages = {} if name == "decay" else {"num_stages": 1}
-            try:
-                spent = cost(lambda: kernel[(programs,)](*arguments, **chosen, **stages))  # noqa: B023
-                print(f"{name} {options}: {spent.milliseconds:.3f} ms", flush=True)
-            except Exception as error:
-                print(f"{name} {options}: {type(error).__name__} {str(error)[:100]}", flush=True)
+    kernel, arguments, constants = calls[name]
+    for options in OPTIONS[name]:
+        chosen = {"BK": 64} | {key: sizes.constants[key] for key in constants if key != "BK"} | options
+        programs = sizes.chunk_head_count * (1 if name == "solve" else WIDTH // 64)
+        stages = {} if name == "decay" else {"num_stages": 1}
+        try:
+            spent = cost(lambda: kernel[(programs,)](*arguments, **chosen, **stages))  # noqa: B023
+            print(f"{name} {options}: {spent.milliseconds:.3f} ms", flush=True)
+        except Exception as error:
+            print(f"{name} {options}: {type(error).__name__} {str(error)[:100]}", flush=True)
 
 
 if __name__ == "__main__":
