@@ -125,9 +125,9 @@ class StageResult(NamedTuple):
 
 
 @attrs.frozen
-class Place:
+class GraphKey:
     """
-    A microbatch's slot in a program, by number.
+    The slot of a microbatch in a program, by number, and the collectives in its graphs.
 
     `gathers` says whether it is the first of a stage on data-parallel ranks, and `reduces` whether it is the last.
     """
@@ -137,20 +137,22 @@ class Place:
     reduces: bool
 
 
-def assign_slots(actions: Iterable[Action]) -> dict[int, dict[int, Place]]:
-    """Return the microbatches' places by stage; a slot is taken until the microbatch's weight gradients exist."""
+def assign_slots(actions: Iterable[Action]) -> dict[int, dict[int, GraphKey]]:
+    """Return the microbatches' keys by stage; a slot is taken until the microbatch's weight gradients exist."""
     reduced = {action.stage: action.microbatch for action in actions if action.op == "REDUCE_GRAD"}
-    places: dict[int, dict[int, Place]] = {}
+    keys: dict[int, dict[int, GraphKey]] = {}
     free: dict[int, list[int]] = {}
     for action in actions:
-        stage, own = action.stage, places.setdefault(action.stage, {})
+        stage, own = action.stage, keys.setdefault(action.stage, {})
         if action.op == "F":
             slots = free.setdefault(stage, [])
-            slot = slots.pop() if slots else 1 + max((place.slot for place in own.values()), default=-1)
-            own[action.microbatch] = Place(slot, stage in reduced and not own, reduced.get(stage) == action.microbatch)
+            slot = slots.pop() if slots else 1 + max((key.slot for key in own.values()), default=-1)
+            own[action.microbatch] = GraphKey(
+                slot, stage in reduced and not own, reduced.get(stage) == action.microbatch
+            )
         elif action.op in ("B", "W"):
             free[stage].append(own[action.microbatch].slot)
-    return places
+    return keys
 
 
 @attrs.define(eq=False)
@@ -231,8 +233,8 @@ class MicrobatchGraphs:
         input_grads = method(0) if name == "backward_weight" else method(0, self._grads)
         if is_last:
             self.runner.shards.finish_reduction()
-        held = zip(self.holders, before, strict=True)
-        self._changed[name] = [parameter for parameter, grad in held if parameter.grad is not grad]
+        pairs = zip(self.holders, before, strict=True)
+        self._changed[name] = [parameter for parameter, grad in pairs if parameter.grad is not grad]
         set_grads = [parameter.grad for parameter in self._changed[name]]
         for parameter, grad in zip(self.holders, before, strict=True):
             parameter.grad = grad
@@ -346,7 +348,7 @@ class StageGraphs:
     _token_passes: WeakKeyDictionary[KeyValueCache, TokenPass] = attrs.field(factory=WeakKeyDictionary)
     _compiled_sizes: set[tuple[int, int]] = attrs.field(factory=set)  # rows and capacity of caches
     _records: list[Record] = attrs.field(factory=list)  # by slot: its graphs take turns in the same memory
-    _graphs: dict[Place, MicrobatchGraphs] = attrs.field(factory=dict)
+    _graphs: dict[GraphKey, MicrobatchGraphs] = attrs.field(factory=dict)
     _warned: bool = False
 
     @cached_property
@@ -354,35 +356,35 @@ class StageGraphs:
         """The parameters that ranks gather from slices before a pass; none without slices."""
         return [] if self.stage.shards is None else self.stage.shards.list_gathered_parameters()
 
-    def list_missing(self, places: Iterable[Place]) -> list[Place]:
-        """Return the places without graphs, if the first microbatch is known."""
+    def list_missing(self, keys: Iterable[GraphKey]) -> list[GraphKey]:
+        """Return the keys without graphs, if the first microbatch is known."""
         known = self._first is not None
-        return [place for place in dict.fromkeys(places) if known and place not in self._graphs]
+        return [key for key in dict.fromkeys(keys) if known and key not in self._graphs]
 
-    def record_missing(self, places: Iterable[Place]) -> None:
+    def record_missing(self, keys: Iterable[GraphKey]) -> None:
         """
-        Record graphs for places without them.
+        Record graphs for keys without them.
 
         In a program's order: later microbatches read parameters where the first one's passes have gathered them.
         """
         own = [*self.stage.module.parameters(), *self.stage.masters.values()]
         holders = list(dict.fromkeys([*own, *self.gathered]))
-        for place in self.list_missing(places):
+        for key in self.list_missing(keys):
             example, split = self._first
-            while len(self._records) <= place.slot:
+            while len(self._records) <= key.slot:
                 self._records.append(self.new_record())
-            graphs = MicrobatchGraphs(self._create_runner(split), self._records[place.slot], place.reduces, holders)
+            graphs = MicrobatchGraphs(self._create_runner(split), self._records[key.slot], key.reduces, holders)
             graphs.record_passes(example)
-            self._graphs[place] = graphs
+            self._graphs[key] = graphs
 
-    def find(self, place: Place, inputs_context_batch: Any, stage: Stage, split: bool) -> MicrobatchGraphs | None:
+    def find(self, key: GraphKey, inputs_context_batch: Any, stage: Stage, split: bool) -> MicrobatchGraphs | None:
         """Return a microbatch's graphs; None without them, or if it has other shapes than the first one."""
         if self._first is None:
             self._first, self.stage = (map_leaves(_copy_leaf, inputs_context_batch), split), stage
-        if _get_graph_key((inputs_context_batch, split)) != _get_graph_key(self._first):
+        if _list_properties((inputs_context_batch, split)) != _list_properties(self._first):
             self._warn_once_of_other_shapes()
             return None
-        return self._graphs.get(place)
+        return self._graphs.get(key)
 
     def get_token_pass_or_prepare(self, cache: KeyValueCache, rows: int) -> TokenPass | None:
         """Return the graph for passes over one token; None for the first such pass of a cache of this size."""
@@ -407,29 +409,30 @@ class StageGraphs:
 
 @attrs.define(eq=False)
 class CapturedRunner(StageRunner):
-    """`StageRunner` that launches the graphs of microbatches that have some; `places` are by microbatch."""
+    """`StageRunner` that launches the graphs of microbatches that have some; `keys` are by microbatch."""
 
     graphs: StageGraphs = attrs.field(kw_only=True)
-    places: Mapping[int, Place] = attrs.field(kw_only=True)
+    keys: Mapping[int, GraphKey] = attrs.field(kw_only=True)
     _launched: dict[int, MicrobatchGraphs] = attrs.field(init=False, factory=dict)
     _gathers_itself: bool = attrs.field(init=False, default=False)
 
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
-        # Parameters are gathered anew for a pass, so a graph would not find them at their address.
-        cache = None if self.graphs.gathered else _find_recordable_cache(inputs, shared)
+        # Ranks gather parameters anew for a pass, so a graph would not find them at their address.
+        is_alone = not (self.graphs.gathered or self.stage.splits)
+        cache = _find_recordable_cache(inputs, shared) if is_alone else None
         if cache is not None:
             cache.begin_fixed_pass(inputs.device)
             if (token_pass := self.graphs.get_token_pass_or_prepare(cache, len(inputs))) is not None:
                 return token_pass.run(cache, inputs, shared, finish)
         # Graphs must serve batches with other counts, which only the host reads.
         given = inputs, shared, None if batch is None else batch.without_host_values()
-        place = self.places.get(microbatch)
-        graphs = None if place is None else self.graphs.find(place, given, self.stage, self.split)
+        key = self.keys.get(microbatch)
+        graphs = None if key is None else self.graphs.find(key, given, self.stage, self.split)
         if graphs is None or self._gathers_itself:
             # Later graphs would read what the first microbatch's graph has gathered.
-            self._gathers_itself = self._gathers_itself or (place is not None and place.gathers)
+            self._gathers_itself = self._gathers_itself or (key is not None and key.gathers)
             return super().forward(microbatch, inputs, shared, batch, finish)
         self._launched[microbatch] = graphs
         output, losses = graphs.forward(given)
@@ -458,7 +461,7 @@ class CapturedRunner(StageRunner):
         """Do nothing: a graph contains the reduction, and `_announce_reduction` serves passes without a graph."""
 
     def _announce_reduction(self, microbatch: int) -> None:
-        if self.places[microbatch].reduces:
+        if self.keys[microbatch].reduces:
             super().reduce_in_next_backward(is_last_in_step=True)
 
 
@@ -495,7 +498,7 @@ def _copy_leaf(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _get_graph_key(tree: Any) -> list[Any]:
+def _list_properties(tree: Any) -> list[Any]:
     """Return the properties a graph is recorded for: tensor shapes and dtypes, and other leaves' values."""
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in list_leaves(tree)]
 
@@ -561,16 +564,16 @@ class CapturedPasses(StageFeature, PassFeature):
         """Record missing graphs before a training step, and let all stages launch their graphs."""
         if (new_record := self._new_record) is None:
             return operations
-        places: Mapping[int, Mapping[int, Place]] = {}
+        keys: Mapping[int, Mapping[int, GraphKey]] = {}
         if run.kind == "training":
             run.microbatches = self._unify_one_document_flags(run.microbatches)
             self._forget_graphs_if_room_has_grown()
-            places = assign_slots(run.actions)
-            self._record_missing_graphs(places)
+            keys = assign_slots(run.actions)
+            self._record_missing_graphs(keys)
             # The graph of a stage's first microbatch gathers the stage.
             operations = {**operations, "UNSHARD": lambda _action: None}
         run.stages = {
-            index: self._wrap(runnable, new_record, places.get(index, {})) for index, runnable in run.stages.items()
+            index: self._wrap(runnable, new_record, keys.get(index, {})) for index, runnable in run.stages.items()
         }
         return operations
 
@@ -585,12 +588,12 @@ class CapturedPasses(StageFeature, PassFeature):
         self._graphs.clear()
 
     def _wrap(
-        self, runnable: RunnableStage, new_record: Callable[[], Record], places: Mapping[int, Place]
+        self, runnable: RunnableStage, new_record: Callable[[], Record], keys: Mapping[int, GraphKey]
     ) -> CapturedRunner:
         """Return a stage's runner for one step."""
         stage, objective = runnable.stage, runnable.objective
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, objective, new_record))
-        return CapturedRunner(stage, objective, runnable.state, runnable.split, graphs=graphs, places=places)
+        return CapturedRunner(stage, objective, runnable.state, runnable.split, graphs=graphs, keys=keys)
 
     def _forget_graphs_if_room_has_grown(self) -> None:
         if (rooms := [limit.room for limit in self.limits.values()]) != self._rooms:
@@ -615,14 +618,14 @@ class CapturedPasses(StageFeature, PassFeature):
             for inputs in microbatches
         ]
 
-    def _record_missing_graphs(self, places: Mapping[int, Mapping[int, Place]]) -> None:
+    def _record_missing_graphs(self, keys: Mapping[int, Mapping[int, GraphKey]]) -> None:
         """
         Record missing graphs before a step's first microbatch; UserError if a pass can't be recorded.
 
         No messages are in flight then: recording may wait for all GPU work, including a message from a rank that waits
         for this rank's message.
         """
-        wanted = {index: list(places.get(index, {}).values()) for index in self._graphs}
+        wanted = {index: list(keys.get(index, {}).values()) for index in self._graphs}
         if any(graphs.list_missing(wanted[index]) for index, graphs in self._graphs.items()):
             torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
             for index, graphs in self._graphs.items():

@@ -87,7 +87,7 @@ class MaterializedStages:
     job: RunInfo
     adapters: list[Adapter] = attrs.field(factory=list)
     features: list[StageFeature] = wired(factory=list)
-    dispatcher: Dispatcher | None = None
+    dispatcher: Dispatcher | None = wired(default=None)
     memory: MemoryPolicy | None = None
     embedding_layer_cost: int = setting(
         "embedding cost in layers; the first stage gets fewer layers by this number",

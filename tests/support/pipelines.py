@@ -47,6 +47,7 @@ from drawloom.components.model.transformers import Transformers
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.parameter_groups import AdamGroup
+from drawloom.components.pipeline.captured import CapturedPasses
 from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.schedules.circular import Circular
@@ -562,6 +563,9 @@ def _steps(
     total, _ = sum_losses_and_weights(step.state)
     sums = {name: values.double().sum(0) for name, values in step.state["losses"]["sums"].items()}
     held_out = float(sum_losses_and_weights(evaluate(executor, microbatches_of_all[:3]))[0]) if evaluated else 0.0
+    for feature in around:
+        if isinstance(feature, CapturedPasses):
+            feature.close()  # a communicator would wait for its graphs
     clip = partial(ClipGroupNorm, parameters=stages, reduce=reduce, device=device)
     grads = {
         name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named_parameters()

@@ -145,7 +145,7 @@ class Row:
 def list_rows(ranks: int) -> list[Row]:
     """Return the rows for `ranks` GPUs."""
     small, large, experts = MODELS
-    half, symmetric = ranks // 2, ('stages.dispatcher="@dispatcher"', 'dispatcher.use="experts.symmetric"')
+    half, symmetric = ranks // 2, ('dispatcher.use="experts.symmetric"',)
     room = (), ("dispatcher.capacity=1.25",), ("dispatcher.capacity=1.25", 'capture.use="pipeline.captured"')
     kept = ("stages.reshard_after_forward=false",)
     captured = ('capture.use="pipeline.captured"',)
@@ -363,7 +363,7 @@ class Table:
 
     def run_titan(self, row: Row, tokens: int) -> str:
         """Train with torchtitan, and return its rate, time and memory."""
-        known = ("stages.reshard", "stages.dispatcher", "overlap", *SCHEDULES)
+        known = ("stages.reshard", "overlap", *SCHEDULES)
         if (
             row.model not in TITAN
             or TINY
@@ -419,7 +419,7 @@ def _edits_on_one_gpu(row: Row) -> tuple[str, ...]:
     return tuple(
         edit
         for edit in row.edits
-        if not edit.startswith(("schedule", "dispatcher", "stages.reshard", "stages.dispatcher", "overlap", "capture"))
+        if not edit.startswith(("schedule", "dispatcher", "stages.reshard", "overlap", "capture"))
     )
 
 

@@ -69,6 +69,9 @@ def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
     assert any("num_key_value_heads = 1 is not divisible by 2" in text for text in messages), messages
 
 
+SHARED_EXPERTS = ("mesh.expert=2", "mesh.data_shard=2")
+
+
 @pytest.mark.parametrize(
     ("recipe", "words", "whys"),
     [
@@ -81,7 +84,8 @@ def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
             ("overlap.use=overlap.tensor_products", "overlap.through=memory"),
             ["slots of the shared memory"],
         ),
-        ("moe", ("mesh.expert=2", "mesh.data_shard=2"), ["can't wait for the number of rows"]),
+        ("moe", (*SHARED_EXPERTS, "dispatcher.use=experts.symmetric", "dispatcher.capacity=1.5"), []),
+        ("moe", SHARED_EXPERTS, ["can't wait for the number of rows"]),
         ("first_run", ("mesh.context=2", "mesh.tensor=2", "model.vocab_size=320"), []),
         (
             "finetune_lora",
