@@ -309,8 +309,7 @@ class AutoKernels(_OperationSettings):
         return mask.convolve(partial(self._call_recomputable, "causal_conv"), x, weight, silu)  # type: ignore[no-any-return]
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
-        operation = "gated_delta_rule" if g.ndim == beta.ndim else "channel_delta_rule"
-        return mask.apply_rule(self._functions[operation], (q, k, v, g, beta))  # type: ignore[no-any-return]
+        return mask.apply_rule(self._functions["gated_delta_rule"], (q, k, v, g, beta))  # type: ignore[no-any-return]
 
     def state_space(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Any) -> Tensor:
         return mask.apply_rule(self._functions["state_space"], (q, k, v, g))  # type: ignore[no-any-return]

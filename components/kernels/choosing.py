@@ -88,7 +88,6 @@ PLAIN = {
     "embedding": "linear.embedding_eager",
     "linear_quantized": "weight_formats.eager.linear_quantized",
     "multiply_quantized_experts": "weight_formats.eager.multiply_quantized_experts",
-    "channel_delta_rule": "channel_delta.eager.channel_delta_rule_eager",
     "causal_mask": "attention.eager.create_causal_mask",
     "attend_to_cached": "attention.eager.attention_eager",
 }

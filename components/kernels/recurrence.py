@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, number_recurrent_documents
+from drawloom.kernels.documents import RecurrentDocuments, number_recurrent_documents
 from drawloom.ports import KeyValueCache, RowPart
 
 Rule = Callable[..., tuple[Tensor, Tensor]]

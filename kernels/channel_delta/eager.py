@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments
+from drawloom.kernels.documents import RecurrentDocuments
 from drawloom.kernels.operation import accumulation_dtype
 
 CHUNK = 64

@@ -1,8 +1,4 @@
 """
-Documents for recurrences, whose states start at zero in every document.
-
-Recurrent operations compare document numbers on the device; the host never waits for the borders.
-
 A causal convolution over tokens inside documents, channel by channel, with or without SiLU.
 
 The gated delta rule: a recurrence over tokens, which writes values into a state under their keys.
@@ -21,26 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom.kernels.channel_delta.eager import channel_delta_rule_eager
+from drawloom.kernels.documents import RecurrentDocuments
 from drawloom.kernels.operation import accumulation_dtype, upcast
-
-
-class RecurrentDocuments(NamedTuple):
-    """
-    Document numbers by token, int32 (rows, length), and for the incoming states.
-
-    `before` is int32 (rows,); -1 stands for no document. Numbers increase along a row by 1 or 0.
-    """
-
-    ids: Tensor
-    before: Tensor
-
-
-def number_recurrent_documents(document_ids: Tensor) -> RecurrentDocuments:
-    """Number the runs of equal ids, int64 (rows, length), in every row; there is no incoming state."""
-    changes = torch.zeros_like(document_ids, dtype=torch.int32)
-    changes[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    ids = changes.cumsum(1, dtype=torch.int32)
-    return RecurrentDocuments(ids, ids.new_full((len(ids),), -1))
 
 
 def causal_conv_eager(x: Tensor, weight: Tensor, ids: Tensor, silu: bool = True) -> Tensor:
@@ -78,8 +57,11 @@ def delta_rule_eager(
 
     q and k (rows, length, key_heads, K); v (rows, length, value_heads, V); g, a log decay, at most 0,
     and beta (rows, length, value_heads). value_heads / key_heads consecutive value heads share a key head. States are
-    at least float32 (rows, value_heads, K, V); an incoming `state` belongs to the documents `documents.before`.
+    at least float32 (rows, value_heads, K, V); an incoming `state` belongs to the documents `documents.before`. With g
+    (rows, length, value_heads, K), every key channel has a decay of its own.
     """
+    if g.ndim > beta.ndim:
+        return channel_delta_rule_eager(q, k, v, g, beta, documents, state, chunk)
     dtype, result_dtype, groups = accumulation_dtype(v), v.dtype, v.shape[2] // k.shape[2]
     q, k = (x.repeat_interleave(groups, 2) for x in (q, k))
     q, k, v, g, beta = (x.to(dtype).transpose(1, 2) for x in (q, k, v, g, beta))  # (rows, heads, length, ...)

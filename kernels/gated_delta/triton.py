@@ -20,28 +20,54 @@ Hopper. A transposed product is computed from transposed loads, or stored and lo
 stages, a loaded tile is an operand of products or read by other operations, and never both: Triton 3.6 then loads the
 next tile over it while products still read it. `compute_key_gradients` has such tiles, and one stage.
 
-Heads follow each other in memory. Neighbouring programs have neighbouring heads, and read long pieces.
+If every key channel has a decay, `channel_delta/triton.py` decays queries and keys, solves the systems and computes
+gradients for both; D is in the queries and keys. The other kernels then have BY_CHANNEL, or weights Q K^T D.
 """
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments
+from drawloom.kernels.channel_delta.triton import (
+    DecayedKeys,
+    compute_gradients_by_channel,
+    solve_systems_by_channel,
+)
+from drawloom.kernels.documents import RecurrentDocuments
 from drawloom.kernels.operation import make_differentiable, register_kernel
-from drawloom.kernels.triton.launch import cache_launches, limit_registers
+from drawloom.kernels.triton.chunks import (
+    CHUNK,
+    CHUNK_SIZE,
+    MIN_BLOCK,
+    MIN_GATE,
+    ChunkSizes,
+    carry_states,
+    exp_where,
+    invert_unit_lower_triangular,
+    load_by_token,
+    load_chunk_document_ids,
+    load_decays,
+    load_state_tile,
+    load_tile,
+    load_transposed,
+    locate_chunk_and_head,
+    locate_tokens,
+    mask_causal_document_pairs,
+    mask_document_pairs_by_key,
+    multiply,
+    multiply_columns,
+    store_state_tile,
+    store_tile,
+)
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
     cdiv,
     check_floats,
-    get_dot_precision,
     load_float32,
     load_or_zero,
     mask_tile,
     next_power_of_2,
-    sm_count,
     sum_partials,
 )
 
@@ -196,143 +222,6 @@ def _input_gradient_kernel(
     tl.store(grad_x + offsets, grads, mask=inside)
 
 
-CHUNK_SIZE = 64
-"""Tokens in a chunk."""
-
-CHUNK = tl.constexpr(CHUNK_SIZE)
-
-MIN_GATE = tl.constexpr(-40.0)
-"""exp(-40) is 0 beside anything in float32, and sums with lower gates would lose digits."""
-
-
-@triton.jit
-def locate_chunk_and_head(program, length, chunks, HEADS: tl.constexpr):
-    """
-    Return the chunk's number among all rows' chunks, the head, the row, the chunk, and its tokens.
-
-    Tokens are the first one's number among all rows, their indices in the chunk, and whether they exist.
-    """
-    number, head = program // HEADS, program % HEADS
-    row, chunk = number // chunks, number % chunks
-    return number, head, row, chunk, locate_tokens(row, chunk, length)
-
-
-@triton.jit
-def locate_tokens(row, chunk, length, SIZE: tl.constexpr = CHUNK_SIZE):
-    """Return a chunk's tokens, as `locate_chunk_and_head` does."""
-    first, token = row.to(tl.int64) * length + chunk * SIZE, tl.arange(0, SIZE)
-    return first, token, chunk * SIZE + token < length
-
-
-@triton.jit
-def load_chunk_document_ids(ids, before, row, chunk, tokens, length):
-    """Return documents by token, for the incoming state and for the last token, and the last token's index."""
-    first, token, inside = tokens
-    own = tl.load(ids + first + token, mask=inside, other=-2)
-    end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
-    incoming = tl.where(chunk > 0, load_or_zero(ids + first - 1, chunk > 0), tl.load(before + row))
-    return own, incoming, tl.load(ids + first + end), end
-
-
-@triton.jit
-def load_by_token(tensor, tokens, head, HEADS: tl.constexpr):
-    """Load a head's number for every token."""
-    first, token, inside = tokens
-    return load_or_zero(tensor + ((first + token) * HEADS + head), inside)
-
-
-@triton.jit
-def load_tile(tensor, tokens, head, HEADS: tl.constexpr, columns, WIDTH: tl.constexpr):
-    """Load tokens by a head's columns (columns,)."""
-    first, token, inside = tokens
-    at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[:, None] * (HEADS * WIDTH) + columns[None, :])
-    return load_or_zero(at, mask_tile(inside, columns < WIDTH))
-
-
-@triton.jit
-def load_transposed(tensor, tokens, head, HEADS: tl.constexpr, columns, WIDTH: tl.constexpr):
-    """Load `load_tile` transposed: columns by tokens."""
-    first, token, inside = tokens
-    at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[None, :] * (HEADS * WIDTH) + columns[:, None])
-    return load_or_zero(at, inside[None, :] & (columns < WIDTH)[:, None])
-
-
-@triton.jit
-def store_tile(tensor, tokens, head, HEADS: tl.constexpr, columns, WIDTH: tl.constexpr, values):
-    """Store tokens by a head's columns (columns,)."""
-    first, token, inside = tokens
-    at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[:, None] * (HEADS * WIDTH) + columns[None, :])
-    tl.store(at, values, mask=mask_tile(inside, columns < WIDTH))
-
-
-@triton.jit
-def load_state_tile(states, number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
-    """Load a tile (k_columns, v_columns) of a state."""
-    at = states + number.to(tl.int64) * (K * V) + (k_columns[:, None] * V + v_columns[None, :])
-    return load_or_zero(at, mask_tile(k_columns < K, v_columns < V))
-
-
-@triton.jit
-def store_state_tile(states, number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr, values):
-    """Store a tile (k_columns, v_columns) of a state."""
-    at = states + number.to(tl.int64) * (K * V) + (k_columns[:, None] * V + v_columns[None, :])
-    tl.store(at, values, mask=mask_tile(k_columns < K, v_columns < V))
-
-
-@triton.jit
-def multiply(left, right, PRECISION: tl.constexpr):
-    """Return a matrix product, float32."""
-    return tl.dot(left, right, input_precision=PRECISION)
-
-
-@triton.jit
-def exp_where(exists, exponents):
-    """Return exp of exponents, and 0 elsewhere."""
-    return tl.exp(tl.where(exists, exponents, -float("inf")))
-
-
-@triton.jit
-def mask_causal_document_pairs(own, inside):
-    """Return the pairs (query, key) within a document, up to the query itself."""
-    token = tl.arange(0, CHUNK)
-    return (own[:, None] == own[None, :]) & (token[:, None] >= token[None, :]) & inside[:, None]
-
-
-@triton.jit
-def mask_document_pairs_by_key(own, inside):
-    """Return the pairs (key, query) within a document, from the key itself on."""
-    token = tl.arange(0, CHUNK)
-    return (own[:, None] == own[None, :]) & (token[:, None] <= token[None, :]) & inside[:, None]
-
-
-@triton.jit
-def invert_unit_lower_triangular(system, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """
-    Invert I + system, for a strictly lower triangular (64, 64), with products in a dtype.
-
-    Blocks with 16 rows on the diagonal are inverted by forward substitution. With D their inverse and B = D times the
-    blocks below, the result is (I - B)(I + B^2) D, since B^4 is 0.
-    """
-    SIZE: tl.constexpr = 16
-    COUNT: tl.constexpr = CHUNK // 16
-    block, other = tl.arange(0, COUNT)[:, None, None, None], tl.arange(0, COUNT)[None, None, :, None]
-    row, column = tl.arange(0, SIZE)[None, :, None], tl.arange(0, SIZE)[None, None, :]
-    diagonal = tl.sum(tl.where(block == other, tl.reshape(system, (COUNT, SIZE, COUNT, SIZE)), 0.0), 2)
-    solved = tl.where(row == column, 1.0, 0.0) + diagonal * 0.0
-    for number in range(SIZE - 1):
-        below = tl.sum(tl.where(column == number, diagonal, 0.0), 2)
-        done = tl.sum(tl.where(row == number, solved, 0.0), 1)
-        solved -= below[:, :, None] * done[:, None, :]
-    inverse = tl.reshape(tl.where(block == other, solved[:, :, None, :], 0.0), (CHUNK, CHUNK))
-    token = tl.arange(0, CHUNK)
-    below = tl.where((token // SIZE)[:, None] > (token // SIZE)[None, :], system, 0.0).to(DTYPE)
-    blocks = inverse.to(DTYPE)
-    below = multiply(blocks, below, PRECISION).to(DTYPE)
-    squared = multiply(below, below, PRECISION).to(DTYPE)
-    inverse += multiply(squared, blocks, PRECISION)
-    return inverse - multiply(below, inverse.to(DTYPE), PRECISION)
-
-
 # fmt: off
 @cache_launches("length", "chunks")
 def solve_chunk_systems(
@@ -364,19 +253,14 @@ def solve_chunk_systems(
     weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
     product = multiply(weighted, key, PRECISION)
     store_tile(keys, tokens, head, HEADS, channel, K, product)
-    weighted = (solved * factors[None, :]).to(key.dtype)
-    for begin in range(0, V, BV):
-        column = begin + tl.arange(0, BV)
-        values = load_tile(v, tokens, head, HEADS, column, V)
-        solution = multiply(weighted, values, PRECISION)
-        store_tile(written, tokens, head, HEADS, column, V, solution)
+    multiply_columns((solved * factors[None, :]).to(key.dtype), v, written, tokens, head, HEADS, V, BV, PRECISION)
 
 
 # fmt: off
 @cache_launches("length", "chunks")
 def multiply_keys_by_inverse(
     k, beta, inverse, decays, ids, before, keys, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):
     # fmt: on
     """Store the inverse systems' products with keys, as `solve_chunk_systems` does."""
@@ -385,11 +269,11 @@ def multiply_keys_by_inverse(
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
     factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
-    sums = load_by_token(decays, tokens, head, HEADS)
     key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
     solved = load_tile(inverse, tokens, head, HEADS, token, CHUNK).to(tl.float32)
-    from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-    weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
+    if not BY_CHANNEL:
+        factors *= tl.where(own == incoming, tl.exp(load_by_token(decays, tokens, head, HEADS)), 0.0)
+    weighted = (solved * factors[None, :]).to(key.dtype)
     product = multiply(weighted, key, PRECISION)
     store_tile(keys, tokens, head, HEADS, channel, K, product)
 
@@ -399,7 +283,7 @@ def multiply_keys_by_inverse(
 def carry_states_and_update_written(
     k, keys, written, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):
     # fmt: on
     """
@@ -420,15 +304,13 @@ def carry_states_and_update_written(
         end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
         own = tl.load(ids + first + token, mask=inside, other=-2)
         last = tl.load(ids + first + end)
-        sums = load_by_token(decays, tokens, head, HEADS)
-        total = tl.load(decays + (first + end) * HEADS + head)
+        _sums, to_end, kept = load_decays(decays, tokens, end, own, last, head, HEADS, channel, K, BY_CHANNEL)
         seen = load_tile(keys, tokens, head, HEADS, channel, K)
         values = load_tile(written, tokens, head, HEADS, column, V).to(tl.float32)
         values -= multiply(seen, narrow, PRECISION)
         store_tile(written, tokens, head, HEADS, column, V, values)
-        to_end = exp_where(own == last, total - sums)
         key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-        carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
+        carried = carried * tl.where(last == incoming, kept, 0.0)
         carried += multiply(key, (values * to_end[:, None]).to(key.dtype), PRECISION)
         incoming = last
     if result is not None:
@@ -437,61 +319,37 @@ def carry_states_and_update_written(
 
 # fmt: off
 @cache_launches("length", "chunks")
-def recompute_states(
-    k, written, decays, ids, before, state, states, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-):
-    # fmt: on
-    """Store the state before every chunk in a row, from the written values; a program has a tile (BK, BV)."""
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    row, head, token = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS, tl.arange(0, CHUNK)
-    channel = tl.program_id(0) // BLOCKS * BK + tl.arange(0, BK)
-    column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
-    carried = tl.zeros((BK, BV), tl.float32)
-    if state is not None:
-        carried += load_state_tile(state, row * HEADS + head, channel, column, K, V).to(tl.float32)
-    incoming = tl.load(before + row)
-    for chunk in range(0, chunks):
-        store_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, carried)
-        tokens = locate_tokens(row, chunk, length)
-        first, token, inside = tokens
-        end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
-        own = tl.load(ids + first + token, mask=inside, other=-2)
-        last = tl.load(ids + first + end)
-        sums = load_by_token(decays, tokens, head, HEADS)
-        total = tl.load(decays + (first + end) * HEADS + head)
-        to_end = exp_where(own == last, total - sums)
-        values = load_tile(written, tokens, head, HEADS, column, V).to(tl.float32)
-        key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-        carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
-        carried += multiply(key, (values * to_end[:, None]).to(key.dtype), PRECISION)
-        incoming = last
-
-
-# fmt: off
-@cache_launches("length", "chunks")
 def compute_results(
-    q, k, written, states, decays, ids, before, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, written, states, decays, ids, before, weights, result, length, chunks, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store the results for one chunk, head and value block, from the incoming state and the written values."""
-    # A program computes the results e Q S + (Q K^T D) N for one chunk, head and block of BV columns.
+    """
+    Store the results e Q S + (Q K^T D) N for one chunk, head and block of BV columns.
+
+    If there are `weights`, they are Q K^T D, and queries include e.
+    """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // BLOCKS, length, chunks, HEADS)
-    _first, _token, inside = tokens
+    _first, token, inside = tokens
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
-    sums = load_by_token(decays, tokens, head, HEADS)
-    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-    key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-    state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
-    from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-    mixed = from_state[:, None] * multiply(query, state, PRECISION)
-    is_pair = mask_causal_document_pairs(own, inside)
-    pair_decay = exp_where(is_pair, sums[:, None] - sums[None, :])
-    scores = multiply(query, key, PRECISION) * pair_decay
+    if weights is None:
+        sums = load_by_token(decays, tokens, head, HEADS)
+        query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
+        from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
+        mixed = from_state[:, None] * multiply(query, state, PRECISION)
+        is_pair = mask_causal_document_pairs(own, inside)
+        pair_decay = exp_where(is_pair, sums[:, None] - sums[None, :])
+        scores = multiply(query, key, PRECISION) * pair_decay
+    else:
+        query = load_tile(q, tokens, head, HEADS, channel, K)
+        mixed = multiply(query, load_state_tile(states, number * HEADS + head, channel, column, K, V), PRECISION)
+        scores = load_tile(weights, tokens, head, HEADS, token, CHUNK)
     values = load_tile(written, tokens, head, HEADS, column, V)
     mixed += multiply(scores.to(values.dtype), values, PRECISION)
     store_tile(result, tokens, head, HEADS, column, V, mixed)
@@ -500,26 +358,30 @@ def compute_results(
 # fmt: off
 @cache_launches("length", "chunks")
 def compute_gradients_within_chunks(
-    grad, q, k, written, decays, ids, grad_written, grad_scores, grad_decays, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    grad, q, k, written, decays, ids, weights, grad_written, grad_scores, grad_decays, length, chunks,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # fmt: on
     """
     Store gradients through results in the same chunk: for written values, and, by key and query, for scores without
-    decays. Start the decay sums' gradients.
+    decays. Start the decay sums' gradients. With `weights`, see `compute_results`, store gradients for these instead.
     """
     _number, head, _row, _chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
     first, token, inside = tokens
     channel = tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
-    sums = load_by_token(decays, tokens, head, HEADS)
-    query = load_transposed(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+    is_pair = mask_document_pairs_by_key(own, inside)
     # By key and query: the transpose of the scores.
-    pair_decay = exp_where(mask_document_pairs_by_key(own, inside), sums[None, :] - sums[:, None])
-    scores = multiply(key, query, PRECISION) * pair_decay
+    if weights is None:
+        sums = load_by_token(decays, tokens, head, HEADS)
+        query = load_transposed(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        pair_decay = exp_where(is_pair, sums[None, :] - sums[:, None])
+        scores = multiply(key, query, PRECISION) * pair_decay
+    else:
+        scores = load_transposed(weights, tokens, head, HEADS, token, CHUNK)
     by_key = tl.zeros((CHUNK, CHUNK), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
@@ -528,9 +390,12 @@ def compute_gradients_within_chunks(
         product = multiply(scores.to(grads.dtype), grads, PRECISION)
         store_tile(grad_written, tokens, head, HEADS, column, V, product)
         by_key += multiply(values, tl.trans(grads), PRECISION)
-    through_pairs = by_key * scores
-    tl.store(grad_decays + by_head, tl.sum(through_pairs, 0) - tl.sum(through_pairs, 1), mask=inside)
-    by_key *= pair_decay
+    if weights is None:
+        through_pairs = by_key * scores
+        tl.store(grad_decays + by_head, tl.sum(through_pairs, 0) - tl.sum(through_pairs, 1), mask=inside)
+        by_key *= pair_decay
+    else:
+        by_key = tl.where(is_pair, by_key, 0.0)
     store_tile(grad_scores, tokens, head, HEADS, token, CHUNK, by_key)
 
 
@@ -539,7 +404,7 @@ def compute_gradients_within_chunks(
 def carry_gradients_back(
     grad, grad_last, q, k, keys, decays, ids, before, grad_written, grad_states, grad_state, length, chunks,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-   PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):
     # fmt: on
     """Pass the state's gradient back through a row's chunks, and complete the written values' gradients."""
@@ -552,11 +417,8 @@ def carry_gradients_back(
         narrow = carried.to(grad_states.dtype.element_ty)
         store_state_tile(grad_states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
         tokens = locate_tokens(row, chunk, length)
-        first, _token, _inside = tokens
         own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
-        sums = load_by_token(decays, tokens, head, HEADS)
-        total = tl.load(decays + (first + end) * HEADS + head)
-        to_end = exp_where(own == last, total - sums)
+        sums, to_end, kept = load_decays(decays, tokens, end, own, last, head, HEADS, channel, K, BY_CHANNEL)
         from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
         key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
         values = load_tile(grad_written, tokens, head, HEADS, column, V).to(tl.float32)
@@ -565,7 +427,7 @@ def carry_gradients_back(
         query = load_transposed(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
         seen = load_transposed(keys, tokens, head, HEADS, channel, K)
         grads = load_tile(grad, tokens, head, HEADS, column, V).to(tl.float32)
-        carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
+        carried = carried * tl.where(last == incoming, kept, 0.0)
         carried += multiply(query, (from_state[:, None] * grads).to(query.dtype), PRECISION)
         carried -= multiply(seen, values.to(seen.dtype), PRECISION)
     if grad_state is not None:
@@ -577,12 +439,13 @@ def carry_gradients_back(
 def compute_system_gradients(
     k, v, beta, inverse, written, grad_written, decays, ids, grad_v, grad_pairs, grad_factors, grad_decays, length,
     chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, PRECISION: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):
     # fmt: on
     """
     Store gradients through the solved systems, for values and for key pairs' products. Start beta's gradients, and add
-    to the decay sums'. The right sides' gradients replace the written values'.
+    to the decay sums'. The right sides' gradients replace the written values'. By channel, the key pairs' gradients
+    lack beta and decays, and all else that follows from them is for `compute_gradients_by_channel`.
     """
     _number, head, _row, _chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
     first, token, inside = tokens
@@ -603,17 +466,21 @@ def compute_system_gradients(
         to_factors += tl.sum(wanted * real.to(tl.float32), 1)
         values = load_tile(written, tokens, head, HEADS, column, V)
         by_pair -= multiply(wanted.to(values.dtype), tl.trans(values), PRECISION)
-    sums = load_by_token(decays, tokens, head, HEADS)
-    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
     is_pair = mask_causal_document_pairs(own, inside) & (token[:, None] > token[None, :])
-    by_pair *= exp_where(is_pair, sums[:, None] - sums[None, :])
-    through_pairs = by_pair * multiply(key, tl.trans(key), PRECISION)
-    tl.store(grad_factors + by_head, to_factors + tl.sum(through_pairs, 1), mask=inside)
-    through_pairs *= factors[:, None]
-    grad_sums = load_by_token(grad_decays, tokens, head, HEADS)
-    grad_sums += tl.sum(through_pairs, 1) - tl.sum(through_pairs, 0)
-    tl.store(grad_decays + by_head, grad_sums, mask=inside)
-    by_pair *= factors[:, None]
+    if BY_CHANNEL:
+        by_pair = tl.where(is_pair, by_pair, 0.0)
+    else:
+        sums = load_by_token(decays, tokens, head, HEADS)
+        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        by_pair *= exp_where(is_pair, sums[:, None] - sums[None, :])
+        through_pairs = by_pair * multiply(key, tl.trans(key), PRECISION)
+        to_factors += tl.sum(through_pairs, 1)
+        through_pairs *= factors[:, None]
+        grad_sums = load_by_token(grad_decays, tokens, head, HEADS)
+        grad_sums += tl.sum(through_pairs, 1) - tl.sum(through_pairs, 0)
+        tl.store(grad_decays + by_head, grad_sums, mask=inside)
+        by_pair *= factors[:, None]
+    tl.store(grad_factors + by_head, to_factors, mask=inside)
     store_tile(grad_pairs, tokens, head, HEADS, token, CHUNK, by_pair)
 
 
@@ -753,13 +620,6 @@ MAX_WIDTH = 256
 """The widest key; values may have any width."""
 
 
-MIN_BLOCK = 64
-"""
-Channels in the smallest tile. With 16, an H200 computed wrong results from the second chunk on, and products with
-32 columns on eight warps read outside shared memory (Triton 3.6).
-"""
-
-
 def delta_rule_triton(
     q: Tensor,
     k: Tensor,
@@ -772,8 +632,9 @@ def delta_rule_triton(
     """
     Compute delta_rule_eager for float32, bfloat16 and float16, and keys with at most MAX_WIDTH channels.
 
-    q and k (rows, length, key_heads, K), v (rows, length, value_heads, V), g and beta (rows, length, value_heads); the
-    state is float32 (rows, value_heads, K, V). In 16 bits, systems are inverted in float16: keys should have unit norm.
+    q and k (rows, length, key_heads, K), v (rows, length, value_heads, V), beta (rows, length, value_heads), and
+    g like beta or (rows, length, value_heads, K); the state is float32 (rows, value_heads, K, V). In 16 bits, systems
+    are inverted in float16: keys should have unit norm.
     """
     check_floats("delta_rule_triton", q, k, v, g, beta)
     if k.shape[-1] > MAX_WIDTH:
@@ -781,21 +642,21 @@ def delta_rule_triton(
     return _differentiable_delta_rule(q, k, v, g, beta, *documents, state)  # type: ignore[return-value]
 
 
-def _allocate_forward(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return results, last states, decay sums, inverse systems and written values."""
+def _allocate_forward(k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return results, last states, decay sums or decayed scores, inverse systems and written values."""
     last = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
-    decays, inverse = v.new_empty(v.shape[:3], dtype=torch.float32), v.new_empty(*v.shape[:3], CHUNK_SIZE)
+    inverse = v.new_empty(*v.shape[:3], CHUNK_SIZE)
+    decays = inverse.new_empty(inverse.shape) if _is_by_channel(g) else v.new_empty(v.shape[:3], dtype=torch.float32)
     return v.new_empty(v.shape), last, decays, inverse, v.new_empty(v.shape)
 
 
-def get_float32_product_precision() -> str:
-    """Return tl.dot's precision for float32: "tf32" if torch allows TF32, else "tf32x3"."""
-    # Products in full float32 do not use tensor cores, and take minutes to compile here.
-    return "tf32" if get_dot_precision() == "tf32" else "tf32x3"
+def _is_by_channel(g: Tensor) -> bool:
+    """Return whether decays g (rows, length, value_heads, K or nothing) are by channel."""
+    return g.ndim > 3
 
 
 def _count_forward_flops(k: Tensor, v: Tensor) -> float:
-    """Return the products' FLOPs, for all tokens and heads."""
+    """Return the products' FLOPs, for all tokens and heads; strong decays by channel need more."""
     width, v_width = k.shape[3], v.shape[3]
     inside = 6 * CHUNK_SIZE * width + 4 * CHUNK_SIZE * v_width + 2 * CHUNK_SIZE * CHUNK_SIZE / 3
     return v.shape[:3].numel() * (6 * width * v_width + inside)
@@ -812,14 +673,17 @@ def _count_state_bytes(k: Tensor, v: Tensor) -> int:
     return cdiv(v.shape[1], CHUNK_SIZE) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3] * v.itemsize
 
 
-def _count_forward_scratch_bytes(k: Tensor, v: Tensor) -> int:
-    return v.shape[:3].numel() * k.shape[3] * v.itemsize + _count_state_bytes(k, v)
+def _count_forward_scratch_bytes(k: Tensor, v: Tensor, g: Tensor) -> int:
+    by_channel = 3 * v.itemsize + 4 if _is_by_channel(g) else 0
+    return v.shape[:3].numel() * k.shape[3] * (v.itemsize + by_channel) + _count_state_bytes(k, v)
 
 
-def _count_backward_scratch_bytes(k: Tensor, v: Tensor) -> int:
+def _count_backward_scratch_bytes(k: Tensor, v: Tensor, g: Tensor) -> int:
     """Return the bytes for keys, gradients, states and sums."""
-    keys = (1 if k.shape[2] == v.shape[2] else 2) * k.shape[3]
-    by_token = (keys + v.shape[3] + 2 * CHUNK_SIZE) * v.itemsize + 8 * (1 + cdiv(k.shape[3], MIN_BLOCK))
+    keys = 1 if k.shape[2] == v.shape[2] else 3 if _is_by_channel(g) else 2
+    by_token = (v.shape[3] + 2 * CHUNK_SIZE) * v.itemsize + 8 * (1 + cdiv(k.shape[3], MIN_BLOCK))
+    by_channel = 3 * v.itemsize + 4 if _is_by_channel(g) else 0
+    by_token += k.shape[3] * (keys * v.itemsize + by_channel)
     return v.shape[:3].numel() * by_token + 2 * _count_state_bytes(k, v)
 
 
@@ -841,101 +705,38 @@ def _forward(
     if not v.shape[:3].numel():
         last.zero_() if state is None else last.copy_(state)
         return
-    sizes = _Sizes.from_keys_and_values(k, v)
+    sizes = ChunkSizes.from_keys_and_values(k, v)
     q, k, v, g, beta, ids = (x.contiguous() for x in (q, k, v, g, beta, ids))
+    constants, scores = sizes.constants, None
     state = None if state is None else state.contiguous()
     keys, states = v.new_empty(*v.shape[:3], sizes.width), sizes.allocate_states(v)
-    solve_chunk_systems[(sizes.chunk_head_count,)](
-        *(k, v, g, beta, ids, before, decays, inverse, keys, written, sizes.length, sizes.chunks),
-        **{**sizes.constants, "BV": sizes.wide_tile_columns},
-        num_warps=4,
-        **sizes.limit_registers_for_small_tiles(168),
-    )
+    if _is_by_channel(g):
+        decayed, scores = DecayedKeys.compute(q, k, g, ids, before, sizes), decays
+        solve_systems_by_channel(
+            (q, k, v, beta, ids, before, decayed.k, decayed.sums), (scores, inverse, keys, written), sizes
+        )
+        q, k, decays, constants["GROUPS"] = decayed.q, decayed.k_to_end, decayed.sums, 1
+    else:
+        solve_chunk_systems[(sizes.chunk_head_count,)](
+            *(k, v, g, beta, ids, before, decays, inverse, keys, written, sizes.length, sizes.chunks),
+            **{**constants, "BV": sizes.wide_tile_columns},
+            num_warps=4,
+            **sizes.limit_registers_for_small_tiles(168),
+        )
     block = sizes.columns_per_carry_tile
     carry_states_and_update_written[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(k, keys, written, decays, ids, before, state, states, last, sizes.length, sizes.chunks),
-        **{**sizes.constants, "BV": block},
+        **{**constants, "BV": block},
+        BY_CHANNEL=scores is not None,
         num_warps=4,
         num_stages=(4 if block < MIN_BLOCK else 2) if sizes.fits_several_chunks else 1,
     )
     compute_results[(sizes.chunk_head_count * cdiv(sizes.v_width, MIN_BLOCK),)](
-        *(q, k, written, states, decays, ids, before, mixed, sizes.length, sizes.chunks),
-        **sizes.constants,
+        *(q, k, written, states, decays, ids, before, scores, mixed, sizes.length, sizes.chunks),
+        **constants,
         num_warps=4,
         **sizes.limit_registers_for_small_tiles(128),
     )
-
-
-class _Sizes(NamedTuple):
-    """Sizes in a call, and block sizes for its kernels."""
-
-    rows: int
-    length: int
-    heads: int
-    groups: int
-    width: int
-    v_width: int
-    chunks: int
-    itemsize: int
-    multiprocessors: int
-
-    @classmethod
-    def from_keys_and_values(cls, k: Tensor, v: Tensor) -> "_Sizes":
-        rows, length, heads, v_width = v.shape
-        groups, chunks = heads // k.shape[2], cdiv(length, CHUNK_SIZE)
-        return cls(rows, length, heads, groups, k.shape[3], v_width, chunks, v.itemsize, sm_count(v.device))
-
-    @property
-    def fits_several_chunks(self) -> bool:
-        """Return whether several chunks' tiles fit into shared memory."""
-        return self.itemsize * max(MIN_BLOCK, next_power_of_2(self.width)) <= 256
-
-    @property
-    def columns_per_carry_tile(self) -> int:
-        """
-        Return the columns in a sequential kernel's tile.
-
-        Wide tiles read keys less often, but a few rows need narrow ones to occupy all multiprocessors.
-        """
-        programs = self.rows * self.heads * cdiv(self.v_width, MIN_BLOCK)
-        has_small_tiles = self.itemsize == 2 and self.fits_several_chunks
-        return MIN_BLOCK if has_small_tiles and programs >= self.multiprocessors else MIN_BLOCK // 2
-
-    @property
-    def wide_tile_columns(self) -> int:
-        """Return the columns in a tile where nothing else needs shared memory."""
-        return 2 * MIN_BLOCK if self.v_width > MIN_BLOCK and self.fits_several_chunks else MIN_BLOCK
-
-    @property
-    def chunk_head_count(self) -> int:
-        """Return how many chunks all rows and value heads have."""
-        return self.rows * self.chunks * self.heads
-
-    @property
-    def key_parts(self) -> int:
-        """Return how many parts with MIN_BLOCK channels a key has."""
-        return cdiv(self.width, MIN_BLOCK)
-
-    def allocate_states(self, like: Tensor) -> Tensor:
-        """Return memory for the states before all chunks (rows, chunks, heads, K, V)."""
-        return like.new_empty(self.rows, self.chunks, self.heads, self.width, self.v_width)
-
-    def limit_registers_for_small_tiles(self, count: int) -> dict[str, int]:
-        """Return the launch option for at most `count` registers, unless tiles are large and would be spilled."""
-        return limit_registers(count) if self.itemsize == 2 and self.fits_several_chunks else {}
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Return the constants for most kernels."""
-        return {
-            "HEADS": self.heads,
-            "GROUPS": self.groups,
-            "K": self.width,
-            "V": self.v_width,
-            "BK": max(MIN_BLOCK, next_power_of_2(self.width)),
-            "BV": MIN_BLOCK,
-            "PRECISION": get_float32_product_precision(),
-        }
 
 
 def _allocate_gradients(
@@ -971,29 +772,35 @@ def _backward(
         if state is not None:
             grads[5].copy_(grad_state)
         return
-    sizes = _Sizes.from_keys_and_values(k, v)
+    sizes = ChunkSizes.from_keys_and_values(k, v)
     grad, q, k, v, beta, ids = (x.contiguous() for x in (grad, q, k, v, beta, ids))
+    constants, ends = sizes.constants, (sizes.length, sizes.chunks)
+    by_channel, decayed, scores = _is_by_channel(g), DecayedKeys(q, k, k, decays), None
+    if by_channel:
+        decayed, scores = DecayedKeys.compute(q, k, g, ids, before, sizes), decays
+        constants["GROUPS"] = 1
     keys = v.new_empty(*v.shape[:3], sizes.width)
-    grad_k = grads[1] if sizes.groups == 1 else torch.empty_like(keys)
     states, grad_states = (sizes.allocate_states(v) for _ in range(2))
     grad_written, grad_scores, grad_pairs = (torch.empty_like(x) for x in (v, inverse, inverse))
-    grad_decays, grad_factors = (torch.empty_like(decays) for _ in range(2))
-    part_decays, part_factors = (
-        decays.new_empty(sizes.rows, sizes.length, sizes.key_parts, sizes.heads) for _ in range(2)
-    )
+    grad_factors = torch.empty_like(beta, dtype=torch.float32)
+    grad_decays = None if by_channel else torch.empty_like(decays)
     state = None if state is None else state.contiguous()
-    constants, ends = sizes.constants, (sizes.length, sizes.chunks)
-    parts = {**constants, "BK": MIN_BLOCK}
     multiply_keys_by_inverse[(sizes.chunk_head_count,)](
-        *(k, beta, inverse, decays, ids, before, keys, *ends),
+        *(decayed.k, beta, inverse, decayed.sums, ids, before, keys, *ends),
         **{name: constants[name] for name in ("HEADS", "GROUPS", "K", "BK", "PRECISION")},
+        BY_CHANNEL=by_channel,
         num_warps=4,
     )
-    recompute_states[(sizes.key_parts * cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
-        *(k, written, decays, ids, before, state, states, *ends), **parts, num_warps=4, num_stages=4
+    carry_states[(sizes.key_parts * cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
+        *(decayed.k_to_end, written, decayed.sums, ids, before, state, states, None, *ends),
+        **{**constants, "BK": MIN_BLOCK},
+        BY_CHANNEL=by_channel,
+        BACK=False,
+        num_warps=4,
+        num_stages=4,
     )
     compute_gradients_within_chunks[(sizes.chunk_head_count,)](
-        *(grad, q, k, written, decays, ids, grad_written, grad_scores, grad_decays, *ends),
+        *(grad, q, k, written, decayed.sums, ids, scores, grad_written, grad_scores, grad_decays, *ends),
         **{**constants, "BV": sizes.wide_tile_columns},
         num_warps=4,
         num_stages=2,
@@ -1001,41 +808,54 @@ def _backward(
     )
     block = sizes.columns_per_carry_tile
     carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
-        *(grad, grad_state.contiguous(), q, k, keys, decays, ids, before, grad_written, grad_states),
-        *(grads[5] if state is not None else None, *ends),
+        *(grad, grad_state.contiguous(), decayed.q, decayed.k_to_end, keys, decayed.sums, ids, before, grad_written),
+        *(grad_states, grads[5] if state is not None else None, *ends),
         **{**constants, "BV": block},
+        BY_CHANNEL=by_channel,
         num_warps=4 if block < MIN_BLOCK else 8,
         num_stages=3 if sizes.fits_several_chunks else 1,
     )
     compute_system_gradients[(sizes.chunk_head_count,)](
-        *(k, v, beta, inverse, written, grad_written, decays, ids, grads[2], grad_pairs, grad_factors, grad_decays),
-        *ends,
+        *(k, v, beta, inverse, written, grad_written, decayed.sums, ids, grads[2], grad_pairs, grad_factors),
+        *(grad_decays, *ends),
         **constants,
+        BY_CHANNEL=by_channel,
         num_warps=4,
         num_stages=2,
         **sizes.limit_registers_for_small_tiles(168),
     )
-    compute_query_gradients[(sizes.chunk_head_count // sizes.groups * sizes.key_parts,)](
-        *(grad, q, k, states, grad_scores, decays, ids, before, part_decays, grads[0], *ends),
-        **parts,
-        num_warps=4,
-        num_stages=3 if sizes.itemsize == 2 else 2,
-        **sizes.limit_registers_for_small_tiles(128),
-    )
-    compute_key_gradients[(sizes.chunk_head_count * sizes.key_parts,)](
-        *(q, k, beta, written, states, grad_written, grad_states, grad_scores, grad_pairs, decays, ids, before),
-        *(part_decays, part_factors, grad_k, *ends),
-        **parts,
-        num_warps=4,
-        num_stages=1,  # with more, tiles would be overwritten while products read them
-        **sizes.limit_registers_for_small_tiles(168),
-    )
-    sum_g_and_beta_gradients_kernel[(sizes.chunk_head_count,)](
-        *(part_decays, part_factors, grad_decays, grad_factors, ids, grads[3], grads[4], *ends),
-        HEADS=sizes.heads,
-        PARTS=sizes.key_parts,
-        num_warps=1,
-    )
+    part_factors = decayed.sums.new_empty(sizes.rows, sizes.length, sizes.key_parts, sizes.heads)
+    grad_q, grad_k = (x if sizes.groups == 1 else torch.empty_like(keys) for x in grads[:2])
+    gradients = written, states, grad_written, grad_states, grad_scores, grad_pairs, decayed.sums, ids, before
+    if by_channel:
+        compute_gradients_by_channel(
+            (grad, q, k, beta, *gradients), (grad_q, grad_k, grads[3], part_factors), sizes
+        )
+        grads[4].copy_(grad_factors + part_factors.sum(2))
+        if sizes.groups > 1:
+            _sum_over_value_heads(grad_q, grads[0], sizes)
+    else:
+        parts, part_decays = {**constants, "BK": MIN_BLOCK}, torch.empty_like(part_factors)
+        compute_query_gradients[(sizes.chunk_head_count // sizes.groups * sizes.key_parts,)](
+            *(grad, q, k, states, grad_scores, decays, ids, before, part_decays, grads[0], *ends),
+            **parts,
+            num_warps=4,
+            num_stages=3 if sizes.itemsize == 2 else 2,
+            **sizes.limit_registers_for_small_tiles(128),
+        )
+        compute_key_gradients[(sizes.chunk_head_count * sizes.key_parts,)](
+            *(q, k, beta, *gradients, part_decays, part_factors, grad_k, *ends),
+            **parts,
+            num_warps=4,
+            num_stages=1,  # with more, tiles would be overwritten while products read them
+            **sizes.limit_registers_for_small_tiles(168),
+        )
+        sum_g_and_beta_gradients_kernel[(sizes.chunk_head_count,)](
+            *(part_decays, part_factors, grad_decays, grad_factors, ids, grads[3], grads[4], *ends),
+            HEADS=sizes.heads,
+            PARTS=sizes.key_parts,
+            num_warps=1,
+        )
     if sizes.groups > 1:
         _sum_over_value_heads(grad_k, grads[1], sizes)
 
@@ -1049,7 +869,7 @@ _differentiable_delta_rule = make_differentiable(_forward, _compute_gradients, r
 """The gated delta rule; saves its inputs, decay sums, inverse systems and written values."""
 
 
-def _sum_over_value_heads(grad: Tensor, summed: Tensor, sizes: _Sizes) -> None:
+def _sum_over_value_heads(grad: Tensor, summed: Tensor, sizes: ChunkSizes) -> None:
     """Write summed gradients (rows, length, value_heads, K) over value heads with a common key head."""
     count, block = summed.shape[:3].numel(), next_power_of_2(sizes.width)
     size = max(1, 4096 // block)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.channel_delta.eager import CHUNK, exp_where, split_documents_into_chunks, split_into_chunks
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments
+from drawloom.kernels.documents import RecurrentDocuments
 from drawloom.kernels.operation import accumulation_dtype
 
 

@@ -7,20 +7,21 @@ queries are multiplied by keys once, and so are the gradients. States are comput
 and loading them is half the traffic.
 """
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments
-from drawloom.kernels.gated_delta.triton import (
+from drawloom.kernels.documents import RecurrentDocuments
+from drawloom.kernels.operation import make_differentiable, register_kernel
+from drawloom.kernels.state_space.eager import state_space_eager
+from drawloom.kernels.triton.chunks import (
     CHUNK,
     CHUNK_SIZE,
     MIN_BLOCK,
     MIN_GATE,
+    ChunkSizes,
+    carry_states,
     exp_where,
-    get_float32_product_precision,
     load_by_token,
     load_chunk_document_ids,
     load_state_tile,
@@ -31,13 +32,10 @@ from drawloom.kernels.gated_delta.triton import (
     mask_causal_document_pairs,
     mask_document_pairs_by_key,
     multiply,
-    store_state_tile,
     store_tile,
 )
-from drawloom.kernels.operation import make_differentiable, register_kernel
-from drawloom.kernels.state_space.eager import state_space_eager
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2
+from drawloom.kernels.triton.primitives import cdiv, check_floats
 
 MAX_WIDTH = 128
 """The widest keys in Triton; with wider ones, a program's gradients do not fit into registers."""
@@ -68,40 +66,6 @@ def sum_gates(g, ids, decays, length, chunks, HEADS: tl.constexpr, BLOCK: tl.con
     gates = tl.maximum(load_tile(g, tokens, 0, 1, heads, HEADS).to(tl.float32), MIN_GATE)
     sums = multiply(mask_causal_document_pairs(own, inside).to(tl.float32), gates, "tf32x3")
     store_tile(decays, tokens, 0, 1, heads, HEADS, sums)
-
-
-# fmt: off
-@cache_launches("length", "chunks")
-def carry_states(
-    k, v, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, BACK: tl.constexpr,
-):
-    # fmt: on
-    """
-    Store the state before every chunk in a row, and the last state, for BV columns.
-
-    If BACK, store gradients for the states after all chunks, from queries and results' gradients in place of k and v.
-    """
-    row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
-    channel, column = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
-    carried = tl.zeros((BK, BV), tl.float32)
-    if state is not None:
-        carried += load_state_tile(state, row * HEADS + head, channel, column, K, V).to(tl.float32)
-    for number in range(0, chunks):
-        chunk = chunks - 1 - number if BACK else number
-        narrow = carried.to(states.dtype.element_ty)
-        store_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
-        tokens = locate_tokens(row, chunk, length)
-        first, _token, _inside = tokens
-        own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
-        sums, total = load_by_token(decays, tokens, head, HEADS), tl.load(decays + (first + end) * HEADS + head)
-        factors = exp_where(own == incoming, sums) if BACK else exp_where(own == last, total - sums)
-        values = load_tile(v, tokens, head, HEADS, column, V).to(tl.float32)
-        key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-        carried *= tl.where(last == incoming, tl.exp(total), 0.0)
-        carried = tl.dot(key, (values * factors[:, None]).to(key.dtype), carried, input_precision=PRECISION)
-    if result is not None:
-        store_state_tile(result, row * HEADS + head, channel, column, K, V, carried)
 
 
 # fmt: off
@@ -257,31 +221,15 @@ def _forward(
         last.zero_() if state is None else last.copy_(state)
         return
     q, k, v, g, ids = (x.contiguous() for x in (q, k, v, g, ids))
+    sizes = ChunkSizes.from_keys_and_values(k, v)
     decays = _sum_gates(g, ids)
     states = _carry(k, v, decays, ids, before, state, last, False)
-    constants, ends, programs = _list_constants(k, v)
-    mix_values[(programs,)](
-        *(q, k, v, states, decays, ids, before, mixed, *ends),
-        **constants,
+    mix_values[(sizes.chunk_head_count // sizes.groups,)](
+        *(q, k, v, states, decays, ids, before, mixed, sizes.length, sizes.chunks),
+        **sizes.constants,
         num_warps=4,
-        num_stages=max(1, 4 - cdiv(constants["V"], MIN_BLOCK)),  # every column block adds tiles to shared memory
+        num_stages=max(1, 4 - cdiv(sizes.v_width, MIN_BLOCK)),  # every column block adds tiles to shared memory
     )
-
-
-def _list_constants(k: Tensor, v: Tensor) -> tuple[dict[str, Any], tuple[int, int], int]:
-    """Return constants, the length with the chunk count, and how many chunks all rows and key heads have."""
-    rows, length, heads, width = v.shape
-    constants = {
-        "HEADS": heads,
-        "GROUPS": heads // k.shape[2],
-        "K": k.shape[3],
-        "V": width,
-        "BK": max(MIN_BLOCK, next_power_of_2(k.shape[3])),
-        "BV": MIN_BLOCK,
-        "PRECISION": get_float32_product_precision(),
-    }
-    chunks = cdiv(length, CHUNK_SIZE)
-    return constants, (length, chunks), rows * chunks * k.shape[2]
 
 
 def _sum_gates(g: Tensor, ids: Tensor) -> Tensor:
@@ -305,12 +253,13 @@ def _carry(
     back: bool,
 ) -> Tensor:
     """Return states (rows, chunks, heads, K, V) in k's dtype, and write the last one; see `carry_states`."""
-    constants, (length, chunks), _ = _list_constants(k, v)
-    states = k.new_empty(v.shape[0], chunks, v.shape[2], k.shape[3], v.shape[3])
+    sizes = ChunkSizes.from_keys_and_values(k, v)
+    states = sizes.allocate_states(k)
     state = None if state is None else state.contiguous()
-    carry_states[(cdiv(v.shape[3], MIN_BLOCK), v.shape[0] * v.shape[2])](
-        *(k, v, decays, ids, before, state, states, last, length, chunks),
-        **constants,
+    carry_states[(cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
+        *(k, v, decays, ids, before, state, states, last, sizes.length, sizes.chunks),
+        **sizes.constants,
+        BY_CHANNEL=False,
         BACK=back,
         num_warps=4,
         num_stages=4 if k.itemsize == 2 else 2,
@@ -348,14 +297,15 @@ def _backward(
     decays = _sum_gates(g, ids)
     states = _carry(k, v, decays, ids, before, state, None, False)
     grad_states = _carry(q, grad, decays, ids, before, grad_state, None if state is None else grad_first, True)
-    constants, ends, programs = _list_constants(k, v)
+    sizes = ChunkSizes.from_keys_and_values(k, v)
+    programs, constants, ends = sizes.chunk_head_count // sizes.groups, sizes.constants, (sizes.length, sizes.chunks)
     (*grad_keys, grad_v, grad_g), grad_sums = others, torch.empty_like(decays)
     pairs = k.new_empty(*k.shape[:3], CHUNK_SIZE)
     compute_value_gradients[(programs,)](
         *(grad, q, k, v, grad_states, decays, ids, before, grad_v, grad_sums, *ends),
         **constants,
         num_warps=4,
-        num_stages=max(1, 3 - cdiv(constants["V"], MIN_BLOCK)),
+        num_stages=max(1, 3 - cdiv(sizes.v_width, MIN_BLOCK)),
     )
     compute_other_gradients[(programs,)](
         *(grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, pairs, *grad_keys, grad_g, *ends),

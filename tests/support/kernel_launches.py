@@ -410,12 +410,14 @@ def recurrences() -> Iterator[tuple[str, Launch]]:
         ids, before = torch.zeros(2, 200, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         solved = empty(2, 200, 4, dtype=FLOAT), empty(2, 200, 4, 64, dtype=dtype), torch.empty_like(v)
         last, name = empty(2, 4, width, v_width, dtype=FLOAT), f"gated_delta_rule {width}/{v_width} {dtype}"
-        for state in (None, last):
-            inputs = q, q, v, g, beta, ids, before, state
-            yield f"{name} state {state is not None}", lambda inputs=inputs: gated_delta._forward(*inputs)
+        for state, by_channel in product((None, last), (False, True)):
+            decays = empty(2, 200, 4, width, dtype=FLOAT) if by_channel else g
+            inputs, saved = (q, q, v, decays, beta, ids, before, state), (solved[int(by_channel)], *solved[1:])
+            full_name = f"{name} state {state is not None}{' by channel' if by_channel else ''}"
+            yield full_name, lambda inputs=inputs: gated_delta._forward(*inputs)
             yield (
-                f"{name} state {state is not None} backward",
-                lambda v=v, last=last, inputs=inputs, solved=solved: gated_delta._backward(v, last, *inputs, *solved),
+                f"{full_name} backward",
+                lambda v=v, last=last, inputs=inputs, saved=saved: gated_delta._backward(v, last, *inputs, *saved),
             )
         for state in (None, last) if width <= state_space.MAX_WIDTH else ():
             space = q, q, v, g, ids, before, state

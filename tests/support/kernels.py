@@ -1,6 +1,6 @@
 """Inputs for tests of Triton kernels in every layout, and how closely results must agree."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drawloom.kernels.documents import RecurrentDocuments
 from support import interpreter
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -88,3 +89,29 @@ def assert_all_close(results: Sequence[Tensor], exact: Sequence[Tensor], roundin
 def exact(*inputs: Tensor) -> Any:
     """Return copies of the inputs in float64, which get gradients."""
     return tuple(x.detach().double().contiguous().requires_grad_() for x in inputs)
+
+
+def compare_rules(
+    rule: Callable[..., Any],
+    exact_rule: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    documents: RecurrentDocuments,
+    state: Tensor | None,
+) -> None:
+    """
+    Compare a recurrence's results, last states and gradients with another implementation's in float64.
+
+    Products are rounded to the dtype of keys, the second input, several times; results have the dtype of values.
+    """
+    learned = [*inputs] if state is None else [*inputs, state]
+    wide, dtype = exact(*learned), inputs[1].dtype
+    actual = rule(*inputs, documents, state)
+    expected = exact_rule(*wide[: len(inputs)], documents, None if state is None else wide[-1])
+    bound = 4.0 if dtype == torch.bfloat16 else 100.0
+    assert [x.dtype for x in actual] == [inputs[2].dtype, torch.float32]
+    assert_all_close([x.to(dtype) for x in actual], expected, bound)
+    seeds = [torch.randn_like(x) for x in actual]
+    grads = torch.autograd.grad(actual, learned, seeds)
+    assert [grad.dtype for grad in grads] == [x.dtype for x in learned]
+    wanted = torch.autograd.grad(expected, wide, [x.double() for x in seeds])
+    assert_all_close([grad.to(dtype) for grad in grads], wanted, bound)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments
+from drawloom.kernels.documents import RecurrentDocuments, number_recurrent_documents
 
 
 class Inputs(NamedTuple):
@@ -25,6 +25,19 @@ class Inputs(NamedTuple):
     def learned(self) -> "Inputs":
         """Return copies with gradients."""
         return self.map(lambda x: x.detach().clone().requires_grad_())
+
+
+def create_documents(
+    lengths: list[list[int]], has_state: bool = False, device: torch.device | None = None
+) -> RecurrentDocuments:
+    """
+    Return documents with these lengths by row; a state belongs to the first document in the first row, and to none
+    after.
+    """
+    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    documents = number_recurrent_documents(torch.stack(ids).to(device))
+    before = torch.arange(len(lengths), dtype=torch.int32, device=device) * 99
+    return documents._replace(before=before) if has_state else documents
 
 
 def delta_rule_by_token(
@@ -69,8 +82,13 @@ def draw_recurrence(
 
 
 def draw_decays_by_channel(inputs: Inputs) -> Inputs:
-    """Return inputs whose decays, (rows, length, heads, K), differ from channel to channel."""
+    """
+    Return inputs whose decays, (rows, length, heads, K), differ from channel to channel.
+
+    In all rows but the first, one channel in the first head decays by exp(-30) from token to token.
+    """
     g = inputs.g[..., None] * torch.rand(*inputs.g.shape, inputs.k.shape[-1], dtype=torch.float64)
+    g[1:, :, :1, 0] = -30
     return inputs._replace(g=g)
 
 

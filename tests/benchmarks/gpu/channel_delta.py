@@ -1,48 +1,96 @@
 """
-The gated delta rule with decays by channel, in plain torch, beside our kernel for decays by head.
+The gated delta rule with decays by channel, beside decays by head, plain torch, and fla if it is in PEERS.
 
-`make bench NAME=channel_delta` prints the milliseconds of both passes and the peak memory, at 8 rows of 4096.
+`make bench NAME=channel_delta` prints, at 8 rows of 4096, the milliseconds for the forward pass and both passes, and
+for reading and writing every input, result and gradient once at the rate of torch's copy kernel. Our kernels' times
+follow, and the largest error in results and gradients against float64, for a part of a row.
 """
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.clock import cost
-from drawloom.kernels.channel_delta.eager import channel_delta_rule_eager
-from drawloom.kernels.gated_delta.eager import number_recurrent_documents
+from benchmarks.gpu.clock import copy_rate, cost, error, now, show_kernels
+from benchmarks.gpu.peers import allow_fla_backward
+from drawloom.kernels.documents import number_recurrent_documents
+from drawloom.kernels.gated_delta.eager import delta_rule_eager
 from drawloom.kernels.gated_delta.triton import delta_rule_triton
 from support.recurrences import Inputs
 
+ROWS, LENGTH, HEADS, WIDTH = 8, 4096, 32, 128
+EXACT_TOKENS, EXACT_HEADS = 1024, 2
+"""Tokens and heads of the first row that are compared with float64."""
+
 
 def main() -> None:
-    """Print a line per rule."""
+    """Print lines for every rule."""
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here")
-    rows, length, heads, width = 8, 4096, 32, 128
+    rate = copy_rate(2**28)
+    print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s", flush=True)
     torch.manual_seed(0)
-    documents = number_recurrent_documents(torch.zeros(rows, length, dtype=torch.int64, device="cuda"))
+    documents = number_recurrent_documents(torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="cuda"))
+    q, k = (torch.nn.functional.normalize(_draw(WIDTH), dim=-1) for _ in range(2))
+    seed = _draw(WIDTH)
+    by_head = Inputs(q * WIDTH**-0.5, k, _draw(WIDTH), -_draw().float().abs(), _draw().sigmoid()).learned()
+    by_channel = by_head._replace(g=(-_draw(WIDTH).float().abs()).requires_grad_())
+    strong = by_head._replace(g=(-30 * _draw(WIDTH).float().abs()).requires_grad_())
+    for name, inputs in (("by head", by_head), ("by channel, strong decays", strong), ("by channel", by_channel)):
+        moved = sum(x.nbytes for x in inputs) + seed.nbytes
+        alone, both = (bytes_moved / rate * 1e3 for bytes_moved in (moved, 3 * moved - seed.nbytes))
 
-    def draw(*sizes: int) -> Tensor:
-        return torch.randn(rows, length, heads, *sizes, device="cuda", dtype=torch.bfloat16)
+        def rule(inputs: Inputs = inputs) -> Tensor:
+            return delta_rule_triton(*inputs, documents)[0]
 
-    q, k = (torch.nn.functional.normalize(draw(width), dim=-1) for _ in range(2))
-    beta = draw().sigmoid()
-    rules: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Tensor]] = {
-        "by head, Triton": (delta_rule_triton, -draw().float().abs()),
-        "by channel, torch": (channel_delta_rule_eager, -draw(width).float().abs()),
-    }
-    for name, (rule, g) in rules.items():
-        inputs = Inputs(q, k, draw(width), g, beta).learned()
+        def peer(inputs: Inputs = inputs) -> Tensor:
+            allow_fla_backward()
+            mixed: Tensor = import_module("fla.ops.kda").chunk_kda(*inputs, scale=1.0)[0]
+            return mixed
 
-        def run(rule: Callable[..., tuple[Tensor, Tensor]] = rule, inputs: Inputs = inputs) -> None:
-            mixed, _ = rule(*inputs, documents)
-            torch.autograd.grad(mixed.float().square().sum(), inputs)
+        def run(rule: Callable[[], Tensor] = rule, inputs: Inputs = inputs) -> None:
+            torch.autograd.grad(rule(), inputs, seed)
 
-        spent = cost(run)
-        print(f"{name}: {spent.milliseconds:.1f} ms in both passes, {spent.mebibytes / 1024:.1f} GiB", flush=True)
+        print(f"\n{name}\n  floor: forwards {alone:.3f}, both {both:.3f} ms", flush=True)
+        _show("drawloom, Triton", rule, inputs, seed)
+        if name == "by channel" and find_spec("fla"):
+            _show("fla", peer, inputs, seed)
+        show_kernels(run, 20)
+        print(f"  error {_measure_error(inputs, seed):.1e}", flush=True)
+    for _ in range(2):
+        start = now(True)
+        torch.autograd.grad(delta_rule_eager(*by_channel, documents)[0], by_channel, seed)
+        end = now(True)
+        end.synchronize()
+    print(f"\nby channel, plain torch: both {start.elapsed_time(end):.1f} ms", flush=True)
+
+
+def _draw(*sizes: int) -> Tensor:
+    return torch.randn(ROWS, LENGTH, HEADS, *sizes, device="cuda", dtype=torch.bfloat16)
+
+
+def _show(name: str, call: Callable[[], Tensor], inputs: Inputs, seed: Tensor) -> None:
+    """Print a call's milliseconds and the memory for both passes."""
+    with torch.no_grad():
+        alone = cost(call).milliseconds
+    both = cost(lambda: torch.autograd.grad(call(), inputs, seed))
+    print(
+        f"  {name}: forwards {alone:.3f}, both {both.milliseconds:.3f} ms, {both.mebibytes / 1024:.1f} GiB", flush=True
+    )
+
+
+def _measure_error(inputs: Inputs, seed: Tensor) -> float:
+    """Return the largest relative error of results and gradients, for some tokens and heads."""
+    part = slice(0, 1), slice(0, EXACT_TOKENS), slice(0, EXACT_HEADS)
+    ours = inputs.map(lambda x: x[part]).learned()
+    exact = ours.map(Tensor.double).learned()
+    documents = number_recurrent_documents(torch.zeros(1, EXACT_TOKENS, dtype=torch.int64, device="cuda"))
+    mixed, wanted = delta_rule_triton(*ours, documents)[0], delta_rule_eager(*exact, documents)[0]
+    grads = torch.autograd.grad(mixed, ours, seed[part])
+    return error([mixed, *grads], [wanted, *torch.autograd.grad(wanted, exact, seed[part].double())])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 REPLAYS = 10
 WARM_UPS = 3
@@ -127,6 +128,18 @@ def matmul_rate(size: int) -> float:
     """Operations a second of a square product in bfloat16."""
     a, b = (torch.randn(size, size, device=_device()).bfloat16() for _ in "ab")
     return 2 * size**3 / (cost(lambda: a @ b).milliseconds * 1e-3)
+
+
+def show_kernels(run: Call, count: int) -> None:
+    """Print the times of the slowest kernels in a call."""
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as running:
+        for _ in range(5):
+            run()
+        torch.cuda.synchronize()
+    times = {event.key[:60]: event.self_device_time_total / 5000 for event in running.key_averages()}
+    for name, milliseconds in sorted(times.items(), key=lambda pair: -pair[1])[:count]:
+        print(f"    {name:60} {milliseconds:.3f} ms", flush=True)
 
 
 def _device() -> torch.device:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.clock import cost
+from benchmarks.gpu.clock import cost, show_kernels
 from benchmarks.gpu.peers import allow_fla_backward
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, delta_rule_eager, number_recurrent_documents
+from drawloom.kernels.documents import RecurrentDocuments, number_recurrent_documents
+from drawloom.kernels.gated_delta.eager import delta_rule_eager
 from drawloom.kernels.gated_delta.triton import delta_rule_triton
 from support.recurrences import Inputs
 
@@ -105,14 +105,7 @@ def _show_kernels(shape: Shape) -> None:
     def run() -> None:
         torch.autograd.grad(delta_rule_triton(*learned, documents)[0], learned, seed)
 
-    run()
-    with profile(activities=[ProfilerActivity.CUDA]) as running:
-        for _ in range(5):
-            run()
-        torch.cuda.synchronize()
-    times = {event.key[:60]: event.self_device_time_total / 5000 for event in running.key_averages()}
-    for name, milliseconds in sorted(times.items(), key=lambda pair: -pair[1])[:12]:
-        print(f"  {name:60} {milliseconds:.3f} ms", flush=True)
+    show_kernels(run, 12)
 
 
 def _draw(shape: Shape) -> tuple[Inputs, Tensor]:

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.clock import copy_rate, cost
-from drawloom.kernels.gated_delta.eager import number_recurrent_documents
+from benchmarks.gpu.clock import copy_rate, cost, show_kernels
+from drawloom.kernels.documents import number_recurrent_documents
 from drawloom.kernels.state_space.eager import state_space_eager
 from drawloom.kernels.state_space.triton import state_space_triton
 
@@ -74,19 +73,7 @@ def _show(rate: float, heads: int, key_heads: int, width: int, v_width: int) -> 
     exact, _ = state_space_eager(q[:1].float(), k[:1].float(), v[:1].float(), learned[3][:1], part)
     actual = calls["drawloom, Triton"][0]()[:1].float()
     print(f"  error {float((actual - exact).norm() / exact.norm()):.1e}", flush=True)
-    _show_kernels(lambda: torch.autograd.grad(calls["drawloom, Triton"][0](), learned, seed))
-
-
-def _show_kernels(run: Callable[[], object]) -> None:
-    """Print our kernels' times in both passes."""
-    run()
-    with profile(activities=[ProfilerActivity.CUDA]) as running:
-        for _ in range(5):
-            run()
-        torch.cuda.synchronize()
-    times = {event.key[:60]: event.self_device_time_total / 5000 for event in running.key_averages()}
-    for name, milliseconds in sorted(times.items(), key=lambda pair: -pair[1])[:8]:
-        print(f"    {name:60} {milliseconds:.3f} ms", flush=True)
+    show_kernels(lambda: torch.autograd.grad(calls["drawloom, Triton"][0](), learned, seed), 8)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.channel_delta.eager import channel_delta_rule_eager
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, delta_rule_eager, number_recurrent_documents
+from drawloom.kernels.documents import number_recurrent_documents
+from drawloom.kernels.gated_delta.eager import delta_rule_eager
 from support.recurrences import (
+    create_documents,
     delta_rule_by_token,
     draw_decays_by_channel,
     draw_recurrence,
@@ -25,16 +27,11 @@ LAYOUTS = {
 """Lengths of documents in two rows; chunks have 4 tokens."""
 
 
-def documents_of(lengths: list[list[int]]) -> RecurrentDocuments:
-    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    return number_recurrent_documents(torch.stack(ids))
-
-
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS)
 def test_chunks_equal_a_loop_over_tokens(lengths: list[list[int]], has_state: bool) -> None:
     """For any borders, decays and betas, with and without a state, all results and gradients equal the recurrence."""
-    documents = documents_of(lengths)
+    documents = create_documents(lengths)
     inputs = draw_decays_by_channel(draw_recurrence(documents.ids.shape[1])).learned()
     state = torch.randn(2, 4, 6, 5, dtype=torch.float64, requires_grad=True) if has_state else None
     if has_state:  # the second row's state belongs to another document
@@ -50,7 +47,7 @@ def test_chunks_equal_a_loop_over_tokens(lengths: list[list[int]], has_state: bo
 
 def test_gradients_match_finite_differences() -> None:
     """Gradients with respect to all inputs and the state equal finite differences."""
-    documents = documents_of([[3, 3], [6]])._replace(before=torch.zeros(2, dtype=torch.int32))
+    documents = create_documents([[3, 3], [6]])._replace(before=torch.zeros(2, dtype=torch.int32))
     q, k, v, g, beta = draw_decays_by_channel(draw_recurrence(6, (1, 2), (2, 3)))
     inputs = requiring_grad(q, k, v, g.clamp(min=-3), beta, torch.randn(2, 2, 2, 3, dtype=torch.float64))
 
@@ -64,7 +61,7 @@ def test_gradients_match_finite_differences() -> None:
 @given(seeds, st.lists(st.integers(1, 9), min_size=2, max_size=5), st.integers(0, 4), st.sampled_from([1, 2, 8]))
 def test_documents_are_isolated_to_the_bit(_seed: object, lengths: list[int], number: int, chunk: int) -> None:
     """Replacing other documents changes no bit of a document, and its loss has zero gradients elsewhere."""
-    documents = documents_of([lengths])
+    documents = create_documents([lengths])
     ours = documents.ids[0] == number % len(lengths)
     inputs, others = (draw_decays_by_channel(draw_recurrence(sum(lengths), rows=1)).learned() for _ in range(2))
     replaced = replace_tokens(inputs, others, ours)
@@ -76,7 +73,7 @@ def test_documents_are_isolated_to_the_bit(_seed: object, lengths: list[int], nu
 
 def test_equal_decays_give_the_gated_delta_rule() -> None:
     """If all channels of a head decay alike, results and states equal the rule with a decay by head, in float32."""
-    documents, inputs = documents_of([[70, 30], [100]]), draw_recurrence(100, widths=(8, 12)).map(Tensor.float)
+    documents, inputs = create_documents([[70, 30], [100]]), draw_recurrence(100, widths=(8, 12)).map(Tensor.float)
     inputs = inputs._replace(g=inputs.g.clamp(min=-5))
     actual = channel_delta_rule_eager(*inputs._replace(g=inputs.g[..., None].expand(-1, -1, -1, 8)), documents)
     torch.testing.assert_close(actual, delta_rule_eager(*inputs, documents), atol=1e-5, rtol=1e-5)
@@ -85,7 +82,7 @@ def test_equal_decays_give_the_gated_delta_rule() -> None:
 def test_flash_linear_attention_has_the_same_rule() -> None:
     """The result equals flash-linear-attention's naive formula, for one document."""
     q, k, v, g, beta = draw_decays_by_channel(draw_recurrence(90, (4, 4), (16, 8)))
-    actual, last = channel_delta_rule_eager(q, k, v, g, beta, documents_of([[90], [90]]))
+    actual, last = channel_delta_rule_eager(q, k, v, g, beta, create_documents([[90], [90]]))
     # fla/ops/kda/naive.py, naive_recurrent_kda, without its scale of the queries.
     state, outputs = v.new_zeros(2, 4, 16, 8), torch.zeros_like(v)
     for token in range(90):
@@ -102,14 +99,14 @@ def test_transformers_has_the_same_rule() -> None:
     module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
     q, k, v, g, beta = (x.float() for x in draw_decays_by_channel(draw_recurrence(150, (4, 4), (16, 8))))
     g = g.clamp(min=-5)
-    actual, state = channel_delta_rule_eager(q, k, v, g, beta, documents_of([[150], [150]]))
+    actual, state = channel_delta_rule_eager(q, k, v, g, beta, create_documents([[150], [150]]))
     expected, last = module.chunk_kimi_delta_attention(q * 4, k, v, g, beta, output_final_state=True)
     torch.testing.assert_close((actual, state), (expected, last), atol=2e-4, rtol=2e-4)
 
 
 def test_bfloat16_and_empty_rows_are_accepted() -> None:
     """Half precision is rounded only on the way in and out; without rows or tokens the result is empty."""
-    documents, inputs = documents_of([[70, 30], [100]]), draw_decays_by_channel(draw_recurrence(100))
+    documents, inputs = create_documents([[70, 30], [100]]), draw_decays_by_channel(draw_recurrence(100))
     half = inputs.map(Tensor.bfloat16)
     actual, state = channel_delta_rule_eager(*half, documents)
     exact, _ = delta_rule_by_token(half.map(Tensor.double), documents)

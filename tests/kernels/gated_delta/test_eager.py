@@ -6,8 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, delta_rule_eager, number_recurrent_documents
-from support.recurrences import Inputs, delta_rule_by_token, draw_recurrence, replace_tokens, requiring_grad
+from drawloom.kernels.documents import number_recurrent_documents
+from drawloom.kernels.gated_delta.eager import delta_rule_eager
+from support.recurrences import (
+    Inputs,
+    create_documents,
+    delta_rule_by_token,
+    draw_recurrence,
+    replace_tokens,
+    requiring_grad,
+)
 from support.seeding import seeds
 
 LAYOUTS = {
@@ -20,16 +28,11 @@ LAYOUTS = {
 """Lengths of documents in two rows; chunks have 4 tokens."""
 
 
-def documents_of(lengths: list[list[int]]) -> RecurrentDocuments:
-    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    return number_recurrent_documents(torch.stack(ids))
-
-
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS)
 def test_chunks_equal_a_loop_over_tokens(lengths: list[list[int]], has_state: bool) -> None:
     """For any borders, decays and betas, with and without a state, all results and gradients equal the recurrence."""
-    documents = documents_of(lengths)
+    documents = create_documents(lengths)
     inputs = draw_recurrence(documents.ids.shape[1]).learned()
     state = torch.randn(2, 4, 6, 5, dtype=torch.float64, requires_grad=True) if has_state else None
     if has_state:  # the second row's state belongs to another document
@@ -45,7 +48,7 @@ def test_chunks_equal_a_loop_over_tokens(lengths: list[list[int]], has_state: bo
 
 def test_gradients_match_finite_differences() -> None:
     """Gradients with respect to all inputs and the state equal finite differences."""
-    documents = documents_of([[3, 3], [6]])._replace(before=torch.zeros(2, dtype=torch.int32))
+    documents = create_documents([[3, 3], [6]])._replace(before=torch.zeros(2, dtype=torch.int32))
     q, k, v, g, beta = draw_recurrence(6, (1, 2), (2, 3))
     inputs = requiring_grad(q, k, v, g.clamp(min=-3), beta, torch.randn(2, 2, 2, 3, dtype=torch.float64))
 
@@ -59,7 +62,7 @@ def test_gradients_match_finite_differences() -> None:
 @given(seeds, st.lists(st.integers(1, 9), min_size=2, max_size=5), st.integers(0, 4), st.integers(1, 8))
 def test_documents_are_isolated_to_the_bit(_seed: object, lengths: list[int], number: int, chunk: int) -> None:
     """Replacing other documents changes no bit of a document, and its loss has zero gradients elsewhere."""
-    documents = documents_of([lengths])
+    documents = create_documents([lengths])
     ours = documents.ids[0] == number % len(lengths)
     inputs = draw_recurrence(sum(lengths), rows=1).learned()
     others = draw_recurrence(sum(lengths), rows=1)
@@ -72,7 +75,7 @@ def test_documents_are_isolated_to_the_bit(_seed: object, lengths: list[int], nu
 
 def test_bfloat16_agrees_with_float64() -> None:
     """Half precision is rounded only on the way in and out."""
-    documents, inputs = documents_of([[70, 30], [100]]), draw_recurrence(100, widths=(8, 12))
+    documents, inputs = create_documents([[70, 30], [100]]), draw_recurrence(100, widths=(8, 12))
     half = inputs.map(Tensor.bfloat16)
     actual, state = delta_rule_eager(*half, documents)
     exact, exact_state = delta_rule_by_token(half.map(Tensor.double), documents)
@@ -86,7 +89,7 @@ def test_transformers_has_the_same_rule() -> None:
     module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     q, k, v, g, beta = (x.float() for x in draw_recurrence(150, (4, 4), (16, 8)))
     g = g.clamp(min=-5)
-    actual, state = delta_rule_eager(q, k, v, g, beta, documents_of([[150], [150]]))
+    actual, state = delta_rule_eager(q, k, v, g, beta, create_documents([[150], [150]]))
     expected, last = module.torch_chunk_gated_delta_rule(q * 16**0.5, k, v, g, beta, output_final_state=True)
     torch.testing.assert_close((actual, state), (expected, last), atol=2e-4, rtol=2e-4)
 
@@ -110,10 +113,10 @@ def test_runs_of_ids_are_numbered() -> None:
 def test_a_state_continues_a_text() -> None:
     """A text in parts, each with the last state of the part before, has the whole text's result."""
     inputs = draw_recurrence(11)
-    whole, last = delta_rule_eager(*inputs, documents_of([[11], [11]]), chunk=4)
+    whole, last = delta_rule_eager(*inputs, create_documents([[11], [11]]), chunk=4)
     state: Tensor | None = None
     for part in (slice(0, 5), slice(5, 6), slice(6, 11)):
-        documents = documents_of([[part.stop - part.start]] * 2)
+        documents = create_documents([[part.stop - part.start]] * 2)
         documents = documents if state is None else documents._replace(before=documents.ids[:, 0])
         mixed, state = delta_rule_eager(*Inputs(*(x[:, part] for x in inputs)), documents, state, 4)
         torch.testing.assert_close(mixed, whole[:, part])

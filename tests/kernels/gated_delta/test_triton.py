@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, delta_rule_eager, number_recurrent_documents
+from drawloom.kernels.documents import number_recurrent_documents
+from drawloom.kernels.gated_delta.eager import delta_rule_eager
 from drawloom.kernels.gated_delta.triton import delta_rule_triton
-from support.kernels import DEVICE, assert_all_close, exact
-from support.recurrences import Inputs, draw_recurrence, replace_tokens
+from support.kernels import DEVICE, compare_rules
+from support.recurrences import Inputs, create_documents, draw_decays_by_channel, draw_recurrence, replace_tokens
 
 IS_GPU = DEVICE.type == "cuda"
 
 CASES = {
     "one document in each row": ([[70], [70]], (1, 2), (16, 16), False),
     "borders at, before and inside chunks": ([[64, 63, 1, 12]], (1, 1), (9, 7), False),
-    "documents of one token, and a state": ([[1, 1, 1, 127]], (1, 2), (6, 20), True),
+    "documents of one token, and a state": ([[1, 1, 1, 127]], (1, 2), (66, 20), True),
     "a state of another document": ([[5, 3], [8, 0]], (2, 2), (5, 3), True),
 }
 """Lengths of documents by row, heads and widths of keys and values, and whether there is a state."""
@@ -31,75 +32,68 @@ WIDE = {
 
 DTYPES = (torch.float32, torch.bfloat16)
 
-
-def documents_of(lengths: list[list[int]], has_state: bool) -> RecurrentDocuments:
-    """
-    Return documents with these lengths; a state belongs to the first document in the first row, and to none after.
-    """
-    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    documents = number_recurrent_documents(torch.stack(ids).to(DEVICE))
-    before = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE) * 99
-    return documents._replace(before=before) if has_state else documents
+BY_CHANNEL = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
 
 
-def inputs_of(length: int, rows: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype) -> Inputs:
+def inputs_of(
+    length: int,
+    rows: int,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    by_channel: bool = False,
+) -> Inputs:
     drawn = draw_recurrence(length, heads, widths, rows)
+    drawn = draw_decays_by_channel(drawn) if by_channel else drawn
     dtypes = dtype, dtype, dtype, torch.float32, dtype
     return Inputs(*(x.to(DEVICE, kind).requires_grad_() for x, kind in zip(drawn, dtypes, strict=True)))
 
 
-def compare(case: tuple[list[list[int]], tuple[int, int], tuple[int, int], bool], dtype: torch.dtype) -> None:
+def compare(
+    case: tuple[list[list[int]], tuple[int, int], tuple[int, int], bool], dtype: torch.dtype, by_channel: bool
+) -> None:
     """Compare results, states and gradients with float64."""
     lengths, heads, widths, has_state = case
-    documents, rows = documents_of(lengths, has_state), len(lengths)
-    inputs = inputs_of(sum(lengths[0]), rows, heads, widths, dtype)
+    documents, rows = create_documents(lengths, has_state, DEVICE), len(lengths)
+    inputs = inputs_of(sum(lengths[0]), rows, heads, widths, dtype, by_channel=by_channel)
     state = torch.randn(rows, heads[1], *widths, device=DEVICE).requires_grad_() if has_state else None
-    learned: list[Tensor] = [*inputs] if state is None else [*inputs, state]
-    wide = exact(*learned)
-    wide_inputs = Inputs(*wide[:5])
-    actual = delta_rule_triton(*inputs, documents, state)
-    expected = delta_rule_eager(*wide_inputs, documents, wide[5] if has_state else None)
-    # Products of chunks are rounded to the dtype of values several times.
-    bound = 4.0 if dtype == torch.bfloat16 else 100.0
-    assert (actual[0].dtype, actual[1].dtype) == (dtype, torch.float32)
-    assert_all_close([x.to(dtype) for x in actual], expected, bound)
-    seeds = [torch.randn_like(x) for x in actual]
-    grads = torch.autograd.grad(actual, learned, seeds)
-    assert [grad.dtype for grad in grads] == [x.dtype for x in learned]
-    wanted = torch.autograd.grad(expected, wide, [x.double() for x in seeds])
-    assert_all_close([grad.to(dtype) for grad in grads], wanted, bound)
+    compare_rules(delta_rule_triton, delta_rule_eager, inputs, documents, state)
 
 
+@BY_CHANNEL
 @pytest.mark.parametrize(("case", "dtype"), [*product(CASES, DTYPES)])
-def test_triton_equals_eager(case: str, dtype: torch.dtype) -> None:
+def test_triton_equals_eager(case: str, dtype: torch.dtype, by_channel: bool) -> None:
     """For any borders, widths, head groups and states, results and gradients are as in float64."""
-    compare(CASES[case], dtype)
+    compare(CASES[case], dtype, by_channel)
 
 
 @pytest.mark.gpu
+@BY_CHANNEL
 @pytest.mark.parametrize(("case", "dtype"), [*product(WIDE, DTYPES)])
-def test_widths_of_models_equal_eager(case: str, dtype: torch.dtype) -> None:
+def test_widths_of_models_equal_eager(case: str, dtype: torch.dtype, by_channel: bool) -> None:
     """Results and gradients at the widths of models, on a GPU, are as in float64."""
-    compare(WIDE[case], dtype)
+    compare(WIDE[case], dtype, by_channel)
 
 
-def test_documents_are_isolated_to_the_bit() -> None:
+@BY_CHANNEL
+def test_documents_are_isolated_to_the_bit(by_channel: bool) -> None:
     """Replacing other documents changes no bit of a document, and its loss has zero gradients elsewhere."""
-    documents = documents_of([[40, 50, 40]], False)
+    documents = create_documents([[40, 50, 40]], device=DEVICE)
     ours = documents.ids[0] == 1
-    inputs = inputs_of(130, 1, (1, 1), (8, 8), torch.bfloat16)
-    others = inputs_of(130, 1, (1, 1), (8, 8), torch.bfloat16)
-    replaced = replace_tokens(inputs, others, ours)
+    inputs, others = (inputs_of(130, 1, (1, 1), (8, 8), torch.bfloat16, by_channel=by_channel) for _ in range(2))
+    replaced = replace_tokens(inputs, others._replace(g=9 * others.g), ours)
     actual, changed = (delta_rule_triton(*x, documents)[0][:, ours] for x in (inputs, replaced))
     assert torch.equal(actual, changed)
     for grad in torch.autograd.grad(actual.float().square().sum(), inputs):
         assert not bool(grad[:, ~ours].any())
 
 
-def test_empty_rows_give_empty_results() -> None:
+@BY_CHANNEL
+def test_empty_rows_give_empty_results(by_channel: bool) -> None:
     """Without rows or tokens, results and gradients are empty, and the state passes through."""
     for rows, length in ((0, 4), (2, 0)):
-        inputs = inputs_of(length, rows, (1, 2), (4, 3), torch.float32)
+        inputs = inputs_of(length, rows, (1, 2), (4, 3), torch.float32, by_channel=by_channel)
         documents = number_recurrent_documents(torch.zeros(rows, length, dtype=torch.int64, device=DEVICE))
         state = torch.randn(rows, 2, 4, 3, device=DEVICE, requires_grad=True)
         mixed, last = delta_rule_triton(*inputs, documents, state)
@@ -109,7 +103,7 @@ def test_empty_rows_give_empty_results() -> None:
 
 def test_wide_keys_and_wide_floats_are_refused() -> None:
     """float64 and keys above 256 get an error with the limit."""
-    documents = documents_of([[4]], False)
+    documents = create_documents([[4]], device=DEVICE)
     inputs = inputs_of(4, 1, (1, 1), (4, 4), torch.float64)
     with pytest.raises(TypeError, match=r"takes float32, bfloat16 or float16, not torch\.float64"):
         delta_rule_triton(*inputs, documents)
@@ -119,18 +113,20 @@ def test_wide_keys_and_wide_floats_are_refused() -> None:
 
 
 @pytest.mark.gpu
+@BY_CHANNEL
 @pytest.mark.parametrize("width", [4, 16, 24, 40, 64, 80, 128, 200, 256])
 @pytest.mark.parametrize("v_width", [5, 16, 32, 48, 64, 96, 128, 256])
-def test_every_pair_of_widths_equals_eager(width: int, v_width: int) -> None:
+def test_every_pair_of_widths_equals_eager(width: int, v_width: int, by_channel: bool) -> None:
     """In bfloat16, narrow and wide keys with narrow and wide values, across a chunk's border, equal float64."""
-    compare(([[70, 60]], (1, 2), (width, v_width), True), torch.bfloat16)
+    compare(([[70, 60]], (1, 2), (width, v_width), True), torch.bfloat16, by_channel)
 
 
 @pytest.mark.gpu
-def test_two_runs_have_the_same_bits() -> None:
+@BY_CHANNEL
+def test_two_runs_have_the_same_bits(by_channel: bool) -> None:
     """Results and gradients of two runs are bitwise equal."""
-    documents = documents_of([[1000, 24, 1024]], False)
-    inputs = inputs_of(2048, 1, (2, 4), (128, 128), torch.bfloat16)
+    documents = create_documents([[1000, 24, 1024]], device=DEVICE)
+    inputs = inputs_of(2048, 1, (2, 4), (128, 128), torch.bfloat16, by_channel=by_channel)
     runs = []
     for _ in range(2):
         mixed, _ = delta_rule_triton(*inputs, documents)

@@ -4,20 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, number_recurrent_documents
+from drawloom.kernels.documents import RecurrentDocuments, number_recurrent_documents
 from drawloom.kernels.state_space.eager import state_space_eager
-from support.recurrences import draw_recurrence, replace_tokens
+from support.recurrences import create_documents, draw_recurrence, replace_tokens
 
 LAYOUTS = {
     "borders at, before and inside chunks": [[4, 8], [3, 1, 8]],
     "a document over three chunks, and a length that no chunk divides": [[5, 2, 3], [10]],
 }
 """Lengths of documents in two rows; chunks have 4 tokens."""
-
-
-def documents_of(lengths: list[list[int]]) -> RecurrentDocuments:
-    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    return number_recurrent_documents(torch.stack(ids))
 
 
 def run_by_token(
@@ -38,7 +33,7 @@ def run_by_token(
 def test_chunks_equal_a_loop_over_tokens(lengths: list[list[int]]) -> None:
     """For any borders and decays, results, states and gradients equal the recurrence's, also from a state."""
     # The second row's state belongs to another document.
-    documents = documents_of(lengths)._replace(before=torch.tensor([0, 7], dtype=torch.int32))
+    documents = create_documents(lengths)._replace(before=torch.tensor([0, 7], dtype=torch.int32))
     q, k, v, g, _ = draw_recurrence(documents.ids.shape[1])
     state = torch.randn(2, 4, 6, 5, dtype=torch.float64)
     learned = [x.requires_grad_() for x in (q, k, v, g, state)]
@@ -52,7 +47,7 @@ def test_chunks_equal_a_loop_over_tokens(lengths: list[list[int]]) -> None:
 
 def test_documents_are_isolated_to_the_bit() -> None:
     """Replacing other documents changes no bit of a document, and its loss has zero gradients elsewhere."""
-    documents = documents_of([[3, 6, 2]])
+    documents = create_documents([[3, 6, 2]])
     ours = documents.ids[0] == 1
     inputs, others = (draw_recurrence(11, rows=1).learned() for _ in range(2))
     replaced = replace_tokens(inputs, others, ours)
@@ -67,14 +62,14 @@ def test_transformers_has_the_same_rule() -> None:
     module = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
     c, b, x, _, _ = (part.float() for part in draw_recurrence(150))
     steps, rates = torch.rand(2, 150, 4), -torch.tensor([0.1, 1.0, 10.0, 300.0])
-    actual = state_space_eager(c, b, x * steps[..., None], rates * steps, documents_of([[150], [150]]))
+    actual = state_space_eager(c, b, x * steps[..., None], rates * steps, create_documents([[150], [150]]))
     mixed, last = module.mamba2_chunk_scan(x, steps, rates, b, c, chunk_size=64, return_final_states=True)
     torch.testing.assert_close(actual, (mixed, last.mT), atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16_and_empty_rows_are_accepted() -> None:
     """Half precision is rounded only on the way in and out; without tokens the result is empty."""
-    documents, inputs = documents_of([[70, 30], [100]]), draw_recurrence(100).map(Tensor.bfloat16)
+    documents, inputs = create_documents([[70, 30], [100]]), draw_recurrence(100).map(Tensor.bfloat16)
     actual, state = state_space_eager(*inputs[:4], documents)
     zero = torch.zeros(2, 4, 6, 5, dtype=torch.float64)
     exact, _ = run_by_token(*inputs.map(Tensor.double)[:4], documents, zero)

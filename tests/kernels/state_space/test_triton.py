@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, number_recurrent_documents
+from drawloom.kernels.documents import number_recurrent_documents
 from drawloom.kernels.state_space.eager import state_space_eager
 from drawloom.kernels.state_space.triton import state_space_triton
-from support.kernels import DEVICE, assert_all_close, exact
-from support.recurrences import draw_recurrence, replace_tokens
+from support.kernels import DEVICE, compare_rules
+from support.recurrences import create_documents, draw_recurrence, replace_tokens
 
 CASES = {
     "one document in each row": ([[70], [70]], (1, 2), (16, 16), False),
@@ -30,34 +30,14 @@ WIDE = {
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def documents_of(lengths: list[list[int]]) -> RecurrentDocuments:
-    """Return documents with these lengths; an incoming state belongs to the first document in the first row."""
-    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    before = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE) * 99
-    return number_recurrent_documents(torch.stack(ids).to(DEVICE))._replace(before=before)
-
-
 def compare(case: tuple[list[list[int]], tuple[int, int], tuple[int, int], bool], dtype: torch.dtype) -> None:
     """Compare results, states and gradients with float64."""
     (lengths, heads, widths, has_state), rows = case, len(case[0])
     drawn = draw_recurrence(sum(lengths[0]), heads, widths, rows)[:4]
     learned = [x.to(DEVICE, dtype).requires_grad_() for x in drawn[:2]]
     learned += [x.to(DEVICE, torch.float32).requires_grad_() for x in drawn[2:]]  # as Mamba-2's layer has them
-    if has_state:
-        learned.append(torch.randn(rows, heads[1], *widths, device=DEVICE).requires_grad_())
-    wide = exact(*learned)
-    (q, k, v, g, *state), documents = learned, documents_of(lengths)
-    actual = state_space_triton(q, k, v, g, documents, state[0] if has_state else None)
-    q, k, v, g, *state = wide
-    expected = state_space_eager(q, k, v, g, documents, state[0] if has_state else None)
-    bound = 4.0 if dtype == torch.bfloat16 else 100.0  # products are rounded to the dtype of keys several times
-    assert [x.dtype for x in actual] == [torch.float32] * 2
-    assert_all_close([x.to(dtype) for x in actual], expected, bound)
-    seeds = [torch.randn_like(x) for x in actual]
-    grads = torch.autograd.grad(actual, learned, seeds)
-    assert [grad.dtype for grad in grads] == [x.dtype for x in learned]
-    wanted = torch.autograd.grad(expected, wide, [x.double() for x in seeds])
-    assert_all_close([grad.to(dtype) for grad in grads], wanted, bound)
+    state = torch.randn(rows, heads[1], *widths, device=DEVICE).requires_grad_() if has_state else None
+    compare_rules(state_space_triton, state_space_eager, learned, create_documents(lengths, True, DEVICE), state)
 
 
 @pytest.mark.parametrize(("case", "dtype"), [*product(CASES, DTYPES)])
@@ -75,7 +55,7 @@ def test_wide_and_long_rows_equal_eager(case: str, dtype: torch.dtype) -> None:
 
 def test_documents_are_isolated_to_the_bit() -> None:
     """Replacing other documents changes no bit of a document, and its loss has zero gradients elsewhere."""
-    documents = documents_of([[30, 60, 20]])
+    documents = create_documents([[30, 60, 20]], True, DEVICE)
     ours = documents.ids[0] == 1
     inputs, others = (draw_recurrence(110, rows=1).map(lambda x: x.to(DEVICE).float()).learned() for _ in range(2))
     replaced = replace_tokens(inputs, others, ours)
@@ -94,5 +74,5 @@ def test_empty_rows_and_wide_keys() -> None:
     assert mixed.shape == (2, 0, 4, 5) and torch.equal(last, state)
     assert bool((torch.autograd.grad(last.sum(), state)[0] == 1).all())
     q, k, v, g, _ = draw_recurrence(3, widths=(129, 4)).map(lambda x: x.to(DEVICE).float())
-    documents = documents_of([[1, 2], [3]])
+    documents = create_documents([[1, 2], [3]], True, DEVICE)
     torch.testing.assert_close(state_space_triton(q, k, v, g, documents), state_space_eager(q, k, v, g, documents))

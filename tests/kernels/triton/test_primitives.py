@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton, linear_cross_entropy_triton
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments
+from drawloom.kernels.documents import RecurrentDocuments
 from drawloom.kernels.gated_delta.triton import causal_conv_triton, delta_rule_triton
 from drawloom.kernels.gates.triton import geglu_triton, oss_swiglu_halves_triton, swiglu_halves_triton, swiglu_triton
 from drawloom.kernels.grouped_gemm.triton import grouped_gemm_triton
