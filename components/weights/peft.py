@@ -178,6 +178,9 @@ def find_layers_joined_in_files(whole: nn.Module, file_mapper: Mapper) -> Iterat
 DECODER = "model."
 """Prefix of the decoder's modules in a text model."""
 
+FILE_PREFIXES = (DECODER, "backbone.")
+"""Prefixes of the decoder's tensors in files of text models."""
+
 
 @attrs.frozen(eq=False)
 class PeftFormat:
@@ -206,7 +209,7 @@ class PeftFormat:
         """The mapper from the parameters to PEFT's tensors."""
         mapper = make_mapper_to_peft(self.whole, self.file_mapper, self.is_tied)
         names = {name: PREFIX + self._replace_decoder_prefix(name.removeprefix(PREFIX)) for name in mapper.outputs}
-        return mapper if self.prefix == DECODER else sequential(mapper, rename(names))
+        return mapper if all(name == new for name, new in names.items()) else sequential(mapper, rename(names))
 
     @property
     def pairs(self) -> list[LowRank]:
@@ -264,7 +267,8 @@ class PeftFormat:
         }
 
     def _replace_decoder_prefix(self, name: str) -> str:
-        return self.prefix + name.removeprefix(DECODER) if name.startswith(DECODER) else name
+        used = next(filter(name.startswith, FILE_PREFIXES), None)
+        return name if used is None else self.prefix + name.removeprefix(used)
 
 
 def _make_expert_output_reordering_mapper(factors: Sequence[str], own: Mapping[str, TensorGroup]) -> Mapper:

@@ -24,6 +24,15 @@ FALLBACKS = {"gemma2": "*_proj", "gpt2": "", "phi": "dense", "starcoder2": "*_pr
 HEAD_DIM_IN_FILES = ("glm4_moe", "qwen3_moe")
 """Types whose released models have a head_dim that is not transformers' default."""
 
+UNPUBLISHED = {
+    "olmo_hybrid": "its default config has rotary positions and sizes that no released model has",
+    "kimi_linear": "it saves dense layers under the experts' names, and released files have others",
+}
+"""Types whose folders transformers writes unlike released ones, and why."""
+
+TARGETS = {"nemotron_h": "*.[qkvo]_proj"}
+"""Patterns of projections, where PEFT refuses some: Mamba's kernels read the weight of `out_proj` themselves."""
+
 
 def folder_of(model_type: str, folder: Path) -> Path:
     """Write a small random model in transformers, with a tokenizer, and return its folder."""
@@ -75,7 +84,9 @@ def assert_fine_tuned(recipe: str, model_type: str, folder: Path) -> None:
     data = CONVERSATIONS if recipe == "chat" else TEXT
     words = [f"vars.base={base}", data, *SMALL, f"vars.length={128 if recipe == 'chat' else 32}"]
     words += [] if model_type in FAMILIES else ["model.use=model.transformers", f"model.path={base}"]
-    words += [] if recipe == "finetune" else [f'adapters.lora.targets=["{FALLBACKS.get(model_type, "*_proj")}"]']
+    words += (
+        [] if recipe == "finetune" else [f'adapters.lora.targets=["{(FALLBACKS | TARGETS).get(model_type, "*_proj")}"]']
+    )
     [outcome] = drawloom(folder, "run", recipe, *words)
     assert outcome.code == 0, outcome.text
     run, tokens = folder / "runs" / recipe, torch.arange(3, 20)[None]
@@ -109,4 +120,6 @@ def test_every_family_is_fine_tuned(recipe: str, model_type: str, tmp_path: Path
     kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model_type not in kinds or (recipe != "finetune" and FALLBACKS.get(model_type) == ""):
         pytest.skip("transformers has no such language model, or LoRA no layer of it")
+    if model_type in UNPUBLISHED:
+        pytest.skip(f"transformers' {model_type}: {UNPUBLISHED[model_type]}")
     assert_fine_tuned(recipe, model_type, tmp_path)
