@@ -59,7 +59,7 @@ class SymmetricExperts:
         default=None,
         check=at_least(1),
     )
-    _exchanges: dict[int, "SharedSlots"] = internal(factory=dict)
+    _exchange: "SharedSlots | None" = internal(None)
     room: float | None = internal(attrs.Factory(lambda self: self.capacity, takes_self=True))
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
@@ -76,10 +76,7 @@ class SymmetricExperts:
         )
         if dispatched is not None:
             return dispatched
-        stream = _find_launching_stream(hidden)
-        if stream not in self._exchanges:
-            self._exchanges[stream] = SharedSlots(group, self.kernels, self.max_tokens)
-        exchange = self._exchanges[stream]
+        exchange = self._exchange = self._exchange or SharedSlots(group, self.kernels, self.max_tokens)
         is_training = torch.is_grad_enabled()
         slots = (
             exchange.agree_on_training_slots(hidden)
@@ -99,7 +96,7 @@ class SymmetricExperts:
     def grow_if_rows_were_dropped(self) -> bool:
         if self.room is None or self.mesh.expert_group.size == 1:
             return False
-        needed = max((exchange.find_needed_capacity(self.room) for exchange in self._exchanges.values()), default=0.0)
+        needed = self._exchange.find_needed_capacity(self.room) if self._exchange else 0.0
         if needed:
             before, self.room = self.room, ROOM_MARGIN * needed
             log.warning(
@@ -299,17 +296,6 @@ class _SumByToken(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.routes.exchange.publish_tokens_then_barrier(ctx.routes.slots_per_rank, grad)
         return None, ctx.routes.read_rows_and_scalars(tokens, None)[0]
-
-
-def _find_launching_stream(hidden: Tensor) -> int:
-    """
-    Return the stream in which this pass runs; CUDA graphs are launched in the default stream.
-
-    Each stream has its own memory, because exchanges are in order only within a stream.
-    """
-    if not hidden.is_cuda or torch.cuda.is_current_stream_capturing():
-        return 0
-    return torch.cuda.current_stream(hidden.device).cuda_stream
 
 
 def _max_tokens_over_ranks(tokens: int, group: Group, device: torch.device) -> int:

@@ -52,7 +52,6 @@ class StreamedWeights(StageFeature):
     excludes: ClassVar[Mapping[str, str]] = {
         "stages.compiled": "torch.compile does not trace copies from host memory",
         "pipeline.captured": "a CUDA graph has its weights in fixed places on the device",
-        "pipeline.streams": "a frozen weight would be copied on another stream than the one that uses it",
     }
     keeps_layer_shapes: ClassVar[bool] = True
 

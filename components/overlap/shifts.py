@@ -32,12 +32,17 @@ class PeerShifts:
     Shifts through symmetric memory: a rank copies from another's memory on a stream of its own.
 
     A GPU's copy engines do this without its multiprocessors, which messages would share with products. At most one
-    exchange, of a shift to every other rank, may be in progress on a stream.
+    exchange, of a shift to every other rank, may be in progress.
+
+    Slots are used in turn. A rank reads a slot before it joins the barrier of the next shift. With one slot more than
+    an exchange has shifts, a slot is written again only after that barrier.
     """
 
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
-        self._slots: dict[int, _Slots] = {}
+        self._memory: SymmetricMemory | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._slot_bytes = self._turn = 0
 
     def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> Pending:
         """
@@ -45,35 +50,12 @@ class PeerShifts:
 
         Raises UserError if ranks can't map each other's memory.
         """
-        # Shifts are in order only within a stream.
-        stream = torch.cuda.current_stream(sent.device).cuda_stream if sent.is_cuda else 0
-        if stream not in self._slots:
-            self._slots[stream] = _Slots(self.group)
-        return self._slots[stream].start_shift(sent, received, distance)
-
-
-class _Slots:
-    """
-    Slots in shared memory, used in turn.
-
-    A rank reads a slot before it joins the barrier of the next shift. With one slot more than an exchange has shifts,
-    a slot is written again only after that barrier.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self._memory: SymmetricMemory | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._slot_bytes = self._turn = 0
-
-    def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> Pending:
-        """Copy `sent` to a slot, wait for all ranks to have done so, and copy another rank's slot to `received`."""
         memory = self._provide_memory(sent)
-        begin = self._turn % (self.group.size + 1) * self._slot_bytes
+        begin = self._turn % (self.size + 1) * self._slot_bytes
         self._turn += 1
         own, other = (
             memory.parts[rank][begin : begin + sent.nbytes].view(sent.dtype)
-            for rank in (self.group.rank, (self.group.rank - distance) % self.group.size)
+            for rank in (self.rank, (self.rank - distance) % self.size)
         )
         own.copy_(sent.view(-1))
         if self._stream is None:
@@ -93,7 +75,7 @@ class _Slots:
                 torch.cuda.synchronize(sent.device)  # no rank may still read the memory that is freed here
                 self._stream = torch.cuda.Stream(sent.device, priority=-1)  # type: ignore[no-untyped-call]
             self._slot_bytes = -(-sent.nbytes // ALIGNMENT) * ALIGNMENT
-            self._memory = self.group.allocate_symmetric_memory((self.group.size + 1) * self._slot_bytes)
+            self._memory = self.group.allocate_symmetric_memory((self.size + 1) * self._slot_bytes)
         return self._memory
 
 

@@ -515,7 +515,6 @@ class CapturedPasses(StageFeature, PassFeature):
     excludes: ClassVar[Mapping[str, str]] = {
         "listeners.replay": "it can't observe the layers in CUDA graphs",
         "pipeline.offloaded": "passes in CUDA graphs keep their activations in place",
-        "pipeline.streams": "CUDA graphs for passes share memory, so two passes can't run at the same time",
     }
     keeps_layer_shapes: ClassVar[bool] = True
 

@@ -115,7 +115,6 @@ def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
 
 REPLACED_KEYS = {
     "frozen": 'a table with use = "stages.frozen", which is found by type',
-    "streams": 'a table [streams] with use = "pipeline.streams"',
 }
 
 

@@ -30,7 +30,6 @@ class OffloadedInputs(StageFeature):
     excludes: ClassVar[Mapping[str, str]] = {
         "pipeline.captured": "a CUDA graph has its tensors in fixed places on the device",
         "pipeline.offloaded": "it moves the same tensors",
-        "pipeline.streams": "inputs would be copied on another stream than their blocks'",
         "planning.memory": "the policy chooses what is kept, recomputed and offloaded",
     }
     keeps_layer_shapes: ClassVar[bool] = True

@@ -121,8 +121,8 @@ class Nodes:
 
     @property
     def may_offload_activations(self) -> bool:
-        """Return whether activations can wait in host memory: not in CUDA graphs, or on several CUDA streams."""
-        return not (self.has_feature("pipeline.captured") or self.has_feature("pipeline.streams"))
+        """Return whether activations can wait in host memory: not in CUDA graphs."""
+        return not self.has_feature("pipeline.captured")
 
     @property
     def nodes_needed_by_stages(self) -> list[str]:

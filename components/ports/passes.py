@@ -107,10 +107,6 @@ class PassRun(Protocol):
     microbatches: Microbatches
     stages: Mapping[int, RunnableStage]
 
-    def list_inputs_from_local_stage(self, action: Action) -> list[Tensor]:
-        """Return the tensors that a pass consumes from another stage on this rank; [] if they come as a message."""
-        ...
-
 
 class ForwardRunner(Protocol):
     """An executor, for features with passes before its programs."""

@@ -11,7 +11,6 @@ from torch.autograd import profiler
 
 from drawloom import UserError
 from drawloom.components.pipeline.runtime.stage_runner import list_floating_leaves, require_grad_in_place
-from drawloom.components.state.trees import list_leaves
 from drawloom.ports import Action, MicrobatchInputs, Operation, PassFeature, PassKind, RunnableStage, Stages
 
 if TYPE_CHECKING:
@@ -82,12 +81,6 @@ class ProgramRunner:
         if self.p2p is None:
             raise ValueError("a rank without links to other ranks can't exchange messages")
         return self.p2p
-
-    def list_inputs_from_local_stage(self, action: Action) -> list[Tensor]:
-        buffers: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
-        return [
-            leaf for leaf in list_leaves(buffers.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)
-        ]
 
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]

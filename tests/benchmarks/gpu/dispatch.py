@@ -154,7 +154,7 @@ def _capture(call: Callable[[], Any]) -> Callable[[], None]:
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         call()
-        call()  # a stream has its own buffer, and exchanges alternate between its two halves
+        call()  # exchanges alternate between two halves of a buffer
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         call()
     return graph.replay

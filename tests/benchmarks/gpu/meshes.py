@@ -57,7 +57,6 @@ from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.captured import CapturedPasses  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
-from drawloom.components.pipeline.streams import ConcurrentStages  # noqa: E402
 from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
@@ -109,7 +108,6 @@ class Case:
     capture: bool = False
     recompute: Recompute = "none"
     dispatcher: str = "all_to_all"
-    streams: bool = False
     layers: int | None = None
     float8: bool = False
     frozen: Any = "compute"  # or the name of a quantized format
@@ -124,7 +122,6 @@ class Case:
         mesh = " ".join(f"{name}={size}" for name, size in self.sizes.items()) or "one GPU"
         by = f", {self.schedule}" if "pipeline" in self.sizes or self.schedule != "one_f_one_b" else ""
         who += f", {self.dispatcher}" if self.dispatcher != "all_to_all" else ""
-        who += ", a stream for each stage" if self.streams else ""
         who += f", {self.layers} layers" if self.layers else ""
         who += ", float8" if self.float8 else ""
         who += f", frozen weights in {self.frozen}" if self.frozen != "compute" else ""
@@ -181,10 +178,8 @@ def cases(ranks: int) -> list[Case]:
             reshard=False,
             dispatcher=dispatcher,
             schedule="dual_pipe_v",
-            streams=streams,
         )
         for dispatcher in ("all_to_all", "symmetric, capacity 1.25")
-        for streams in (False, True)
     ]
     selected.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
     selected.append(_long_row(ranks, {"context": ranks}))
@@ -347,8 +342,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     stages.reshard_after_forward, stages.recompute = case.reshard, case.recompute
     stages.open()
     edges: dict[str, Any] = {"stages": stages, "objective": loss}
-    pass_features: list[Any] = [*captured, *[ConcurrentStages(device=device)] * case.streams]
-    executor = ProgramExecutor(**edges, features=pass_features, **common)
+    executor = ProgramExecutor(**edges, features=captured, **common)
     executor.open()
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),
