@@ -3,21 +3,21 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 683_150,
+    "tokens of the source": 685_440,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 13_540,
-    "code lines imported by run": 20_210,
+    "code lines imported by check": 13_270,
+    "code lines imported by run": 19_750,
     "functions on the journey rate": 39,
     "files on the journey rate": 20,
     "functions on the journey batch": 149,
     "files on the journey batch": 44,
-    "functions on the journey checkpoint": 129,
+    "functions on the journey checkpoint": 125,
     "files on the journey checkpoint": 40,
 }
 """
-The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown three
-times: by conversations with tools, eight model families, `ask`, `plan --floor`, rollouts ahead of the policy, and
-kernels and exchanges that overlap. No other run imports them.
+The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown four
+times: by conversations with tools, eight model families, `ask`, `plan --floor`, rollouts ahead of the policy, kernels
+and exchanges that overlap, decays by channel, grafts, and hyper-connections. No other run imports them.
 """
 
 
