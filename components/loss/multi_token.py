@@ -67,7 +67,7 @@ OUTER_NAMES = {
     "eh_proj": ("eh_proj", "mtp.fc"),
     "norm": ("shared_head.norm", "mtp.norm"),
 }
-"""DeepSeek's and Qwen's names by module of a PredictionLayer."""
+"""DeepSeek's and Qwen's names by a PredictionLayer's module."""
 
 
 def create_layer_mapper(model: LanguageModel, depth: int) -> Mapper:

@@ -25,7 +25,7 @@ class DeepseekV2Config(LatentConfig):
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
-        """Convert greedy routing to one group of experts. Raises ValueError for other methods."""
+        """Convert greedy routing to a single group. Raises ValueError for other methods."""
         method = config.get("topk_method", GREEDY)
         if method not in (GREEDY, GROUPED):
             raise ValueError(f"says topk_method = {method!r}, where only {GREEDY} and {GROUPED} can be built")

@@ -224,7 +224,7 @@ class MicrobatchGraphs:
         return output, self.runner.state.microbatch(0).get(LOSSES)
 
     def _run_backward(self, name: str) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Run the runner's backward method called `name`; return the inputs' gradients, and those of `_changed`."""
+        """Run the runner's backward method called `name`; return the inputs' gradients, and the changed ones."""
         before = [parameter.grad for parameter in self.holders]
         is_last = self.reduces and name != "backward_input"
         if is_last:

@@ -125,7 +125,7 @@ def _count_by_part(names: Iterable[str]) -> str:
 
 @attrs.frozen(slots=False)
 class GraftedValues(InitialValues):
-    """Initializer that draws all parameters, and then reads those that are not new."""
+    """Initializer that draws all parameters, and then reads the others."""
 
     graft: GraftedParts
 

@@ -124,7 +124,7 @@ def list_chat_template_files(folder: Path) -> list[Path]:
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Return the chat templates in a tokenizer folder by name: its files, or else those in the configuration."""
+    """Return the chat templates in a tokenizer folder by name: its files, or else the configuration's."""
     if files := list_chat_template_files(folder):
         return {"default" if file.parent == folder else file.stem: file.read_text("utf-8") for file in files}
     declared = read_json_object_or_empty(folder / CONFIG).get("chat_template")

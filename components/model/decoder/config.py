@@ -38,7 +38,7 @@ WINDOW = "number of tokens that a token attends to in layers with a window, incl
 
 
 Norms = tuple[str | None, str | None]
-"""Names of the norms before and after a module, or None."""
+"""Norm names before and after a module, or None."""
 
 
 training_setting = partial(setting, impact="changes_training")
@@ -93,13 +93,13 @@ class DecoderConfig:
     """The causal model's module and class."""
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Names of keys in files, by ours."""
+    """Keys in files, by ours."""
 
     zero_is_null: ClassVar[tuple[str, ...]] = ()
     """Keys that are null in files where they are 0 in recipes, which have no null."""
 
     stacks_experts: ClassVar[bool] = False
-    """Whether files have all experts of a layer in one tensor, as the model has."""
+    """Whether files have a layer's experts in one tensor, as the model has."""
 
     renamed_tensors: ClassVar[Mapping[str, str]] = {}
     """Regular expressions, replaced one after another in the names of tensors in files."""

@@ -1,5 +1,5 @@
 """
-Mixture of experts: a router, and the experts that it sends tokens to.
+A router, and the experts that it sends tokens to.
 
 Nemotron 3 has networks without a gate, and experts between projections to fewer channels.
 """

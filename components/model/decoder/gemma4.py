@@ -132,7 +132,7 @@ class NormedMoeBlock(SparseMoeBlock):
 
 
 class PerLayerDecoder(Decoder):
-    """Decoder with a second table of embeddings, unless the config's width for it is 0."""
+    """Decoder with a second embedding table, unless the config's width for it is 0."""
 
     def __init__(self, architecture: Any, span: LayerRange, kernels: Kernels) -> None:
         super().__init__(architecture, span, kernels)

@@ -32,7 +32,7 @@ HOISTED = ("rope_theta", "partial_rotary_factor")
 """Keys that transformers 5 writes in `rope_parameters`."""
 
 BESIDES = (*HOISTED, "rope_type", "type")
-"""Keys of `rope_parameters` that do not belong to the scaling."""
+"""Keys in `rope_parameters` beside the scaling's."""
 
 
 def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:

@@ -19,7 +19,7 @@ from drawloom.components.model.layers import RMSNorm
 from drawloom.ports import Kernels, LayerRange, Role
 
 ROUNDS = 20
-"""Normalizations of rows and columns, as in mHC."""
+"""Row and column normalizations, as in mHC."""
 
 
 class HyperConnection(nn.Module):
@@ -42,7 +42,7 @@ class HyperConnection(nn.Module):
 
     @property
     def projection_sizes(self) -> tuple[int, int, int]:
-        """The projection's outputs and inputs, and the number of scales for its outputs."""
+        """The projection's outputs and inputs, and how many scales its outputs have."""
         return 2 + self.spec.streams, self.width, 2
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:

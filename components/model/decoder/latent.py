@@ -92,7 +92,7 @@ class LatentAttention(TensorParallel):
 
 
 class Indexer(nn.Module):
-    """Projections of the indexer, on every tensor-parallel rank; no gradient reaches its inputs."""
+    """The indexer's projections, on every tensor-parallel rank; no gradient reaches its inputs."""
 
     def __init__(self, architecture: DecoderConfig, spec: SparseLatentSpec, kernels: Kernels) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 SlidingTypes = list[Literal["full_attention", "sliding_attention"]]
-"""Types of layers with full attention and with a window."""
+"""Layer types with full attention and with a window."""
 
 
 def alternate_layer_types(layers: int, interval: int, other: str = SLIDING) -> list[str]:
@@ -138,7 +138,7 @@ class RopeByTypeConfig(LayerTypesConfig):
 LINEAR = "linear_attention"
 
 NO_POSITIONS = "rope_theta", "rope_scaling"
-"""The `unused_keys` of families without rotary positions."""
+"""`unused_keys` for families without rotary positions."""
 
 
 @config_class
@@ -192,7 +192,7 @@ class DeltaConfig(LinearLayersConfig):
 
 @config_class
 class HybridConfig(DeltaConfig):
-    """Config of Qwen3.5: gated delta nets, and gated attention in full_attention layers."""
+    """Config for Qwen3.5: gated delta nets, and gated attention in full_attention layers."""
 
     qk_norm = "head"
     zero_centered = True
@@ -217,4 +217,4 @@ class HybridConfig(DeltaConfig):
 
 
 HYBRID_DEFAULTS = {"rope_theta": 1e4, "head_dim": 256}
-"""Defaults of keys in transformers, which differ from ours."""
+"""transformers' defaults that differ from ours, by key."""

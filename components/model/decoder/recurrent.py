@@ -40,7 +40,7 @@ class GatedDeltaNet(TensorParallel):
     """
 
     least_rate: ClassVar[float] = 0.01
-    """Least initial value of the heads' rates of decay; the greatest is 16."""
+    """Least initial decay rate by head; the greatest is 16."""
 
     def __init__(self, architecture: DecoderConfig, spec: DeltaSpec, kernels: Kernels) -> None:
         super().__init__()
