@@ -46,6 +46,7 @@ from drawloom.ports import (
     KeyValueCache,
     Loss,
     Microbatches,
+    MicrobatchInputs,
     Operation,
     PassFeature,
     PassRun,
@@ -409,12 +410,16 @@ class StageGraphs:
 
 @attrs.define(eq=False)
 class CapturedRunner(StageRunner):
-    """`StageRunner` that launches the graphs of microbatches that have some; `keys` are by microbatch."""
+    """
+    `StageRunner` that launches the graphs of microbatches that have some; `keys` are by microbatch.
+
+    `launches_all` says whether all microbatches in the step have graphs.
+    """
 
     graphs: StageGraphs = attrs.field(kw_only=True)
     keys: Mapping[int, GraphKey] = attrs.field(kw_only=True)
+    launches_all: bool = attrs.field(kw_only=True)
     _launched: dict[int, MicrobatchGraphs] = attrs.field(init=False, factory=dict)
-    _gathers_itself: bool = attrs.field(init=False, default=False)
 
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
@@ -426,13 +431,11 @@ class CapturedRunner(StageRunner):
             cache.begin_fixed_pass(inputs.device)
             if (token_pass := self.graphs.get_token_pass_or_prepare(cache, len(inputs))) is not None:
                 return token_pass.run(cache, inputs, shared, finish)
-        # Graphs must serve batches with other counts, which only the host reads.
-        given = inputs, shared, None if batch is None else batch.without_host_values()
+        given = _list_graph_inputs(MicrobatchInputs(inputs, shared, batch))
         key = self.keys.get(microbatch)
         graphs = None if key is None else self.graphs.find(key, given, self.stage, self.split)
-        if graphs is None or self._gathers_itself:
-            # Later graphs would read what the first microbatch's graph has gathered.
-            self._gathers_itself = self._gathers_itself or (key is not None and key.gathers)
+        # A graph reads what the first microbatch's graph has gathered; other passes would gather it a second time.
+        if graphs is None or (self.graphs.gathered and not self.launches_all):
             return super().forward(microbatch, inputs, shared, batch, finish)
         self._launched[microbatch] = graphs
         output, losses = graphs.forward(given)
@@ -498,6 +501,12 @@ def _copy_leaf(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
+def _list_graph_inputs(microbatch: MicrobatchInputs) -> tuple[Any, ...]:
+    """Return a microbatch without the counts that only the host reads: graphs serve batches with other counts."""
+    batch = microbatch.batch
+    return microbatch.inputs, microbatch.shared, None if batch is None else batch.without_host_values()
+
+
 def _list_properties(tree: Any) -> list[Any]:
     """Return the properties a graph is recorded for: tensor shapes and dtypes, and other leaves' values."""
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in list_leaves(tree)]
@@ -524,6 +533,7 @@ class CapturedPasses(StageFeature, PassFeature):
     _sums: GradientSums = internal(factory=GradientSums)
     _has_one_document_per_row: bool = internal(True)
     _rooms: list[float | None] = internal(factory=list)
+    _properties: list[Any] = internal(factory=list)  # of the first microbatch
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
@@ -564,15 +574,20 @@ class CapturedPasses(StageFeature, PassFeature):
         if (new_record := self._new_record) is None:
             return operations
         keys: Mapping[int, Mapping[int, GraphKey]] = {}
+        launches_all = False
         if run.kind == "training":
             run.microbatches = self._unify_one_document_flags(run.microbatches)
             self._forget_graphs_if_room_has_grown()
+            properties = [_list_properties(_list_graph_inputs(inputs)) for inputs in run.microbatches]
+            self._properties = self._properties or properties[:1]
+            launches_all = all(others in self._properties for others in properties)
             keys = assign_slots(run.actions)
             self._record_missing_graphs(keys)
             # The graph of a stage's first microbatch gathers the stage.
             operations = {**operations, "UNSHARD": lambda _action: None}
         run.stages = {
-            index: self._wrap(runnable, new_record, keys.get(index, {})) for index, runnable in run.stages.items()
+            index: self._wrap(runnable, new_record, keys.get(index, {}), launches_all)
+            for index, runnable in run.stages.items()
         }
         return operations
 
@@ -587,17 +602,27 @@ class CapturedPasses(StageFeature, PassFeature):
         self._graphs.clear()
 
     def _wrap(
-        self, runnable: RunnableStage, new_record: Callable[[], Record], keys: Mapping[int, GraphKey]
+        self,
+        runnable: RunnableStage,
+        new_record: Callable[[], Record],
+        keys: Mapping[int, GraphKey],
+        launches_all: bool,
     ) -> CapturedRunner:
         """Return a stage's runner for one step."""
         stage, objective = runnable.stage, runnable.objective
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, objective, new_record))
-        return CapturedRunner(stage, objective, runnable.state, runnable.split, graphs=graphs, keys=keys)
+        return CapturedRunner(
+            stage, objective, runnable.state, runnable.split, graphs=graphs, keys=keys, launches_all=launches_all
+        )
 
     def _forget_graphs_if_room_has_grown(self) -> None:
         if (rooms := [limit.room for limit in self.limits.values()]) != self._rooms:
             self._rooms = rooms
-            self._graphs.clear()
+            self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+        self._properties = []
 
     def _unify_one_document_flags(self, microbatches: Microbatches) -> Microbatches:
         """
@@ -611,7 +636,7 @@ class CapturedPasses(StageFeature, PassFeature):
             if all(inputs.shared.one_document_per_row for inputs in microbatches):
                 return microbatches
             self._has_one_document_per_row = False
-            self._graphs.clear()
+            self._forget_graphs()
         return [
             attrs.evolve(inputs, shared=attrs.evolve(inputs.shared, one_document_per_row=False))
             for inputs in microbatches

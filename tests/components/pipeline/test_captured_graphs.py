@@ -108,11 +108,12 @@ def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, how: dict[
         ({"sizes": {"data_replicate": 2}}, CASES[2:4]),
         ({"sizes": {"data_shard": 2}}, [*CASES[:4], ("gpipe", 2, False, False, "plain")]),
         ({"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}, CASES[:3]),
+        ({"sizes": {"data_shard": 2}, "lengths": (4, 1)}, CASES[:1]),
         ({"sizes": {"context": 2}}, CASES[:3]),
         ({"sizes": {"tensor": 2}}, CASES[:3]),
         ({"sizes": {"data_shard": 2, "expert": 2}, "experts": 4}, [("gpipe", 4, False, False, "symmetric")]),
     ],
-    ids=["pipeline", "replicas", "shards", "gathered once", "context", "tensor", "experts"],
+    ids=["pipeline", "replicas", "shards", "gathered once", "several lengths", "context", "tensor", "experts"],
 )
 def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(
     how: dict[str, Any], cases: list[pipelines.Case]
