@@ -60,7 +60,7 @@ class SymmetricExperts:
         check=at_least(1),
     )
     _exchange: "SharedSlots | None" = internal(None)
-    room: float | None = internal(attrs.Factory(lambda self: self.capacity, takes_self=True))
+    _room: float | None = internal(attrs.Factory(lambda self: self.capacity, takes_self=True))
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """
@@ -88,17 +88,26 @@ class SymmetricExperts:
         )
         local = self.kernels.moe_peers.localize_choices(choices, group.rank * local_experts, local_experts)
         all_routes = self.kernels.moe_routes(local, local_experts)
-        routes, overflow = exchange.limit_routes_and_flag_overflow(all_routes, self.room if is_training else None)
+        routes, overflow = exchange.limit_routes_and_flag_overflow(all_routes, self._room if is_training else None)
         slot_routes = SlotRoutes(exchange, chosen, local_experts, routes, overflow)
         rows, scale = _GatherRows.apply(slot_routes, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
         return Dispatched(rows, scale, routes[2], lambda results: _SumByToken.apply(slot_routes, results))  # type: ignore[no-untyped-call]
 
+    @property
+    def recorded_values(self) -> object:
+        """The room, and how often the shared memory was replaced."""
+        return self._room, self._exchange.replacement_count if self._exchange else 0
+
     def grow_if_rows_were_dropped(self) -> bool:
-        if self.room is None or self.mesh.expert_group.size == 1:
+        if self._room is None or self.mesh.expert_group.size == 1:
             return False
-        needed = self._exchange.find_needed_capacity(self.room) if self._exchange else 0.0
+        needed = self._exchange.find_needed_capacity(self._room) if self._exchange else 0.0
+        most = torch.tensor(needed, dtype=torch.float64)
+        self.mesh.world.max(most)
+        if not most:
+            return False
+        before, self._room = self._room, ROOM_MARGIN * float(most)  # equal on all ranks, as the graphs with it must be
         if needed:
-            before, self.room = self.room, ROOM_MARGIN * needed
             log.warning(
                 "rank %d of %d received %.3g times the rows of balanced experts, and had room for %.3g times as many; "
                 "the step is repeated with room for %.3g times, which a larger capacity saves",
@@ -106,11 +115,9 @@ class SymmetricExperts:
                 self.mesh.expert_group.size,
                 needed,
                 before,
-                self.room,
+                self._room,
             )
-        has_grown = torch.tensor(int(needed > 0))
-        self.mesh.world.max(has_grown)
-        return bool(has_grown)
+        return True
 
 
 class SharedSlots:
@@ -130,6 +137,11 @@ class SharedSlots:
         self._half = 0
         self._views: dict[Any, list[PeerTensors]] = {}
         self._max_rows: dict[int, Tensor] = {}  # (1,) on the device, by a balanced rank's rows
+
+    @property
+    def replacement_count(self) -> int:
+        """How often memory was too small and replaced; equal on all ranks."""
+        return len(self._outgrown)
 
     def agree_on_training_slots(self, hidden: Tensor) -> int:
         """

@@ -125,6 +125,10 @@ class StageResult(NamedTuple):
     losses: Any
 
 
+PASS_NAMES = {"F": ["forward"], "B": ["backward"], "I": ["backward_input"], "W": ["backward_weight"]}
+"""Runner's methods by operation."""
+
+
 @attrs.frozen
 class GraphKey:
     """
@@ -138,22 +142,31 @@ class GraphKey:
     reduces: bool
 
 
-def assign_slots(actions: Iterable[Action]) -> dict[int, dict[int, GraphKey]]:
-    """Return the microbatches' keys by stage; a slot is taken until the microbatch's weight gradients exist."""
+@attrs.frozen
+class StagePlan:
+    """A stage's part of a program: the keys by microbatch, and its passes in order, by operation and key."""
+
+    keys: dict[int, GraphKey] = attrs.field(factory=dict)
+    passes: list[tuple[str, GraphKey]] = attrs.field(factory=list)
+
+
+def assign_slots(actions: Iterable[Action]) -> dict[int, StagePlan]:
+    """Return the stages' plans; a slot is taken until the microbatch's weight gradients exist."""
     reduced = {action.stage: action.microbatch for action in actions if action.op == "REDUCE_GRAD"}
-    keys: dict[int, dict[int, GraphKey]] = {}
+    plans: dict[int, StagePlan] = {}
     free: dict[int, list[int]] = {}
     for action in actions:
-        stage, own = action.stage, keys.setdefault(action.stage, {})
+        stage, microbatch = action.stage, action.microbatch
+        keys = plans.setdefault(stage, StagePlan()).keys
         if action.op == "F":
             slots = free.setdefault(stage, [])
-            slot = slots.pop() if slots else 1 + max((key.slot for key in own.values()), default=-1)
-            own[action.microbatch] = GraphKey(
-                slot, stage in reduced and not own, reduced.get(stage) == action.microbatch
-            )
+            slot = slots.pop() if slots else 1 + max((key.slot for key in keys.values()), default=-1)
+            keys[microbatch] = GraphKey(slot, stage in reduced and not keys, reduced.get(stage) == microbatch)
         elif action.op in ("B", "W"):
-            free[stage].append(own[action.microbatch].slot)
-    return keys
+            free[stage].append(keys[microbatch].slot)
+        if action.op in PASS_NAMES:
+            plans[stage].passes.append((action.op, keys[microbatch]))
+    return plans
 
 
 @attrs.define(eq=False)
@@ -168,20 +181,24 @@ class MicrobatchGraphs:
     record: Record
     reduces: bool
     holders: Sequence[nn.Parameter]
-    _given: Any = None
+    _given: Any
     _grads: list[Tensor] | None = None
     _passes: dict[str, Recorded] = attrs.field(factory=dict)
     _changed: dict[str, list[nn.Parameter]] = attrs.field(factory=dict)
 
-    def record_passes(self, example: Any) -> None:
-        """Record all passes, for tensors shaped like `example`: inputs, context and batch."""
-        self._given = map_leaves(_copy_leaf, example)
-        self._passes["forward"] = self.record(self._run_forward)
-        if not self.runner.last:
+    def record_pass(self, operation: str) -> None:
+        """Record an operation's passes, for tensors shaped like the given ones: inputs, context and batch."""
+        # A stage that splits the backward passes of some microbatches has no third graph for the others.
+        names = (
+            ["backward_input", "backward_weight"] if self.runner.split and operation == "B" else PASS_NAMES[operation]
+        )
+        for name in names:
+            if name not in self._passes:
+                run = self._run_forward if name == "forward" else partial(self._run_backward, name)
+                self._passes[name] = self.record(run)
+        if operation == "F" and not self.runner.last and self._grads is None:
             output, _ = self._passes["forward"].outputs
             self._grads = [torch.zeros_like(leaf) for leaf in list_floating_leaves(output)]
-        for name in ("backward_input", "backward_weight") if self.runner.split else ("backward",):
-            self._passes[name] = self.record(partial(self._run_backward, name))
 
     def forward(self, inputs_context_batch: Any) -> StageResult:
         """Return copies of a forward pass's results."""
@@ -193,7 +210,6 @@ class MicrobatchGraphs:
         """Compute all gradients from the outputs' gradients, and return the inputs' gradients."""
         if not self.runner.split:
             return self._replay_backward("backward", grads)
-        # A stage that splits the backward passes of some microbatches has no third graph for the others.
         input_grads = self.backward_input(grads)
         self.backward_weight()
         return input_grads
@@ -357,26 +373,41 @@ class StageGraphs:
         """The parameters that ranks gather from slices before a pass; none without slices."""
         return [] if self.stage.shards is None else self.stage.shards.list_gathered_parameters()
 
-    def list_missing(self, keys: Iterable[GraphKey]) -> list[GraphKey]:
-        """Return the keys without graphs, if the first microbatch is known."""
-        known = self._first is not None
-        return [key for key in dict.fromkeys(keys) if known and key not in self._graphs]
+    def lacks_graphs(self, plan: StagePlan) -> bool:
+        """Return whether a plan's microbatches lack graphs, and the first microbatch is known."""
+        return self._first is not None and not self._graphs.keys() >= {*plan.keys.values()}
 
-    def record_missing(self, keys: Iterable[GraphKey]) -> None:
+    def record_missing(self, plan: StagePlan) -> None:
         """
-        Record graphs for keys without them.
+        Record a plan's missing graphs, in its order.
 
-        In a program's order: later microbatches read parameters where the first one's passes have gathered them.
+        With gathered parameters record all of them: later graphs read parameters where the first one has gathered them,
+        and recordings in between could use the same memory.
         """
+        if self.gathered:
+            self.forget_graphs()
         own = [*self.stage.module.parameters(), *self.stage.masters.values()]
         holders = list(dict.fromkeys([*own, *self.gathered]))
-        for key in self.list_missing(keys):
-            example, split = self._first
-            while len(self._records) <= key.slot:
-                self._records.append(self.new_record())
-            graphs = MicrobatchGraphs(self._create_runner(split), self._records[key.slot], key.reduces, holders)
-            graphs.record_passes(example)
-            self._graphs[key] = graphs
+        complete = {*self._graphs}
+        for operation, key in plan.passes:
+            if key in complete:
+                continue
+            if key not in self._graphs:
+                example, split = self._first
+                while len(self._records) <= key.slot:
+                    self._records.append(self.new_record())
+                record = self._records[key.slot]
+                self._graphs[key] = MicrobatchGraphs(
+                    self._create_runner(split), record, key.reduces, holders, map_leaves(_copy_leaf, example)
+                )
+            self._graphs[key].record_pass(operation)
+        if self.stage.shards is not None:
+            self.stage.shards.reshard()  # nothing was computed: what seems to be gathered has no values
+
+    def forget_graphs(self) -> None:
+        """Free the graphs of microbatches."""
+        self._graphs.clear()
+        self._records.clear()
 
     def find(self, key: GraphKey, inputs_context_batch: Any, stage: Stage, split: bool) -> MicrobatchGraphs | None:
         """Return a microbatch's graphs; None without them, or if it has other shapes than the first one."""
@@ -413,7 +444,7 @@ class CapturedRunner(StageRunner):
     """
     `StageRunner` that launches the graphs of microbatches that have some; `keys` are by microbatch.
 
-    `launches_all` says whether all microbatches in the step have graphs.
+    `launches_all` says whether graphs serve all microbatches in the step.
     """
 
     graphs: StageGraphs = attrs.field(kw_only=True)
@@ -447,7 +478,9 @@ class CapturedRunner(StageRunner):
         if (graphs := self._launched.pop(microbatch, None)) is not None:
             return graphs.backward(grads)
         self._announce_reduction(microbatch)
-        return super().backward(microbatch, grads)
+        input_grads = super().backward(microbatch, grads)
+        self._finish_reduction(microbatch)
+        return input_grads
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         if (graphs := self._launched.get(microbatch)) is not None:
@@ -459,6 +492,7 @@ class CapturedRunner(StageRunner):
             return graphs.backward_weight()
         self._announce_reduction(microbatch)
         super().backward_weight(microbatch)
+        self._finish_reduction(microbatch)
 
     def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
         """Do nothing: a graph contains the reduction, and `_announce_reduction` serves passes without a graph."""
@@ -466,6 +500,11 @@ class CapturedRunner(StageRunner):
     def _announce_reduction(self, microbatch: int) -> None:
         if self.keys[microbatch].reduces:
             super().reduce_in_next_backward(is_last_in_step=True)
+
+    def _finish_reduction(self, microbatch: int) -> None:
+        """Wait for sums here, as graphs do, so that all ranks have the same order of collectives."""
+        if self.keys[microbatch].reduces:
+            self.shards.finish_reduction()
 
 
 def _find_recordable_cache(inputs: Any, shared: BatchContext) -> KeyValueCache | None:
@@ -532,13 +571,21 @@ class CapturedPasses(StageFeature, PassFeature):
     _graphs: dict[int, StageGraphs] = internal(factory=dict)
     _sums: GradientSums = internal(factory=GradientSums)
     _has_one_document_per_row: bool = internal(True)
-    _rooms: list[float | None] = internal(factory=list)
+    _recorded_values: list[Any] = internal(factory=list)
     _properties: list[Any] = internal(factory=list)  # of the first microbatch
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
         """Yield problems with ranks that graphs can't serve, adapters with dropout, and offloaded activations."""
         sizes = nodes.sizes.settings()
+        if sizes["expert"] > 1 and (
+            nodes.freezes_weights
+            or nodes.stages.settings.get("recompute") == "blocks"
+            or nodes.stages.neighbour("memory") is not None
+        ):
+            text = "halves of the experts' shared memory take turns, which needs all exchanges in every CUDA graph"
+            hint = f'write recompute = "none", without [memory] and frozen weights, or remove [{feature.name}]'
+            yield feature.problem("use", text, hint)
         has_capacity = any(node.settings.get("capacity") for node in nodes.stages.neighbours("dispatcher"))
         if sizes["expert"] > 1 and not has_capacity:
             text = "passes in CUDA graphs can't wait for the number of rows that experts on other ranks get"
@@ -573,20 +620,23 @@ class CapturedPasses(StageFeature, PassFeature):
         """Record missing graphs before a training step, and let all stages launch their graphs."""
         if (new_record := self._new_record) is None:
             return operations
-        keys: Mapping[int, Mapping[int, GraphKey]] = {}
+        plans: Mapping[int, StagePlan] = {}
         launches_all = False
         if run.kind == "training":
-            run.microbatches = self._unify_one_document_flags(run.microbatches)
-            self._forget_graphs_if_room_has_grown()
+            for runnable in run.stages.values():
+                if runnable.stage.shards is not None:
+                    runnable.stage.shards.reshard()  # graphs gather all parameters, whatever a loss's passes have left
+            run.microbatches = self._unify_one_document_flags(run)
+            self._forget_outdated_graphs()
             properties = [_list_properties(_list_graph_inputs(inputs)) for inputs in run.microbatches]
             self._properties = self._properties or properties[:1]
             launches_all = all(others in self._properties for others in properties)
-            keys = assign_slots(run.actions)
-            self._record_missing_graphs(keys)
+            plans = assign_slots(run.actions)
+            self._record_missing_graphs(plans)
             # The graph of a stage's first microbatch gathers the stage.
             operations = {**operations, "UNSHARD": lambda _action: None}
         run.stages = {
-            index: self._wrap(runnable, new_record, keys.get(index, {}), launches_all)
+            index: self._wrap(runnable, new_record, plans.get(index, StagePlan()).keys, launches_all)
             for index, runnable in run.stages.items()
         }
         return operations
@@ -598,7 +648,9 @@ class CapturedPasses(StageFeature, PassFeature):
                 self._sums.adopt_gradients(graphs.stage.module.parameters())
 
     def close(self) -> None:
-        """Free the graphs: a communicator does not end while a graph refers to it."""
+        """Free the graphs, also of runners in a traceback: a communicator does not end while a graph refers to it."""
+        for graphs in self._graphs.values():
+            graphs.forget_graphs()
         self._graphs.clear()
 
     def _wrap(
@@ -615,50 +667,58 @@ class CapturedPasses(StageFeature, PassFeature):
             stage, objective, runnable.state, runnable.split, graphs=graphs, keys=keys, launches_all=launches_all
         )
 
-    def _forget_graphs_if_room_has_grown(self) -> None:
-        if (rooms := [limit.room for limit in self.limits.values()]) != self._rooms:
-            self._rooms = rooms
+    def _forget_outdated_graphs(self) -> None:
+        if (values := [limit.recorded_values for limit in self.limits.values()]) != self._recorded_values:
+            self._recorded_values = values
             self._forget_graphs()
 
     def _forget_graphs(self) -> None:
         self._graphs.clear()
         self._properties = []
 
-    def _unify_one_document_flags(self, microbatches: Microbatches) -> Microbatches:
+    def _unify_one_document_flags(self, run: PassRun) -> Microbatches:
         """
         Return a step's microbatches with one `one_document_per_row` flag: true until a row with several documents
         occurs.
 
         Rows with several documents are the general case. When they first occur, graphs are recorded again, and then
-        serve all later microbatches, because a microbatch of packed data sometimes has only whole rows.
+        serve all later microbatches, because a microbatch of packed data sometimes has only whole rows. Ranks with
+        graphs of collectives record them together, so they run a step with such a row kernel by kernel.
         """
         if self._has_one_document_per_row:
-            if all(inputs.shared.one_document_per_row for inputs in microbatches):
-                return microbatches
+            if all(inputs.shared.one_document_per_row for inputs in run.microbatches):
+                return run.microbatches
+            if self._graphs and any(part.stage.shards or part.stage.splits for part in run.stages.values()):
+                return run.microbatches
             self._has_one_document_per_row = False
             self._forget_graphs()
         return [
             attrs.evolve(inputs, shared=attrs.evolve(inputs.shared, one_document_per_row=False))
-            for inputs in microbatches
+            for inputs in run.microbatches
         ]
 
-    def _record_missing_graphs(self, keys: Mapping[int, Mapping[int, GraphKey]]) -> None:
+    def _record_missing_graphs(self, plans: Mapping[int, StagePlan]) -> None:
         """
         Record missing graphs before a step's first microbatch; UserError if a pass can't be recorded.
 
         No messages are in flight then: recording may wait for all GPU work, including a message from a rank that waits
-        for this rank's message.
+        for this rank's message. All data-parallel ranks record in the same step, also if graphs don't serve this one:
+        NCCL may register the memory of collectives with other ranks.
         """
-        wanted = {index: list(keys.get(index, {}).values()) for index in self._graphs}
-        if any(graphs.list_missing(wanted[index]) for index, graphs in self._graphs.items()):
+        missing = {
+            index: graphs
+            for index, graphs in self._graphs.items()
+            if graphs.lacks_graphs(plans.get(index, StagePlan()))
+        }
+        if missing:
             torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
-            for index, graphs in self._graphs.items():
-                if len(wanted[index]) > 1:
-                    self._sums.add_parameters(graphs.gathered)
+        for index, graphs in missing.items():
+            if len(plans[index].keys) > 1:
+                self._sums.add_parameters(graphs.gathered)
         self._sums.attach_to_parameters()
-        for index, graphs in self._graphs.items():
+        for index, graphs in missing.items():
             try:
-                graphs.record_missing(wanted[index])
+                graphs.record_missing(plans[index])
             except RuntimeError as error:
                 raise UserError(describe_capture_error(index, error), exit_code=2) from error
         self._sums.restore_or_zero_sums()

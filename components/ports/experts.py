@@ -44,8 +44,8 @@ class RowLimit(Protocol):
     """A dispatcher with room for a limited number of rows, without a count before they come."""
 
     @property
-    def room(self) -> float | None:
-        """Room in training passes relative to balanced experts; None if rows are counted."""
+    def recorded_values(self) -> object:
+        """Values that CUDA graphs of training passes have from their recording; equal on all ranks."""
         ...
 
     def grow_if_rows_were_dropped(self) -> bool:

@@ -85,6 +85,11 @@ SHARED_EXPERTS = ("mesh.expert=2", "mesh.data_shard=2")
             ["slots of the shared memory"],
         ),
         ("moe", (*SHARED_EXPERTS, "dispatcher.use=experts.symmetric", "dispatcher.capacity=1.5"), []),
+        (
+            "moe",
+            (*SHARED_EXPERTS, "dispatcher.use=experts.symmetric", "dispatcher.capacity=1.5", "stages.recompute=blocks"),
+            ["in every CUDA graph"],
+        ),
         ("moe", SHARED_EXPERTS, ["can't wait for the number of rows"]),
         ("first_run", ("mesh.context=2", "mesh.tensor=2", "model.vocab_size=320"), []),
         (
