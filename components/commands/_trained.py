@@ -202,11 +202,13 @@ IN_CHECKPOINTS = {
 def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> Recipe:
     """Return a run's recipe for a single process, with paths to the file copies in the run folder."""
     data: dict[str, Any] = tomli.loads(_read_text(lock))
+    # Checkpoints of adapters lack frozen parts.
+    has_adapters = any(isinstance(node, dict) and node.get("adapters") for node in data.values())
     for name, node in data.items():
         use = node.get("use") if isinstance(node, dict) else None
         if use in ("stages.materialized", "stages.frozen"):
             _remove_initial_weight_settings(data, node)
-        if use in IN_CHECKPOINTS:
+        if use in IN_CHECKPOINTS and not (use == "stages.grafted" and has_adapters):
             node.pop(IN_CHECKPOINTS[use], None)
         if use == "distributed.mesh":
             data[name] = {

@@ -135,6 +135,9 @@ class MultiToken(NextToken):
         if any(embeds_on_every_rank(other.spec.cls) for other in node.nodes.values()):
             text = "the circular pipeline passes only hidden states, and further tokens need embeddings, too"
             yield node.problem("use", text, "write use = 'loss.next_token', or use another schedule")
+        if model is not None and model.settings.get("residual", "plain") != "plain":
+            text = f"[{node.name}] continues one residual stream, and the model has several"
+            yield model.problem("residual", text, 'write "plain", or another loss')
         if model is not None and issubclass(model.component, SplitModel):
             for fault in model.component.find_split_faults(model, "pipeline", 2):
                 text = f"[{node.name}] has layers like the model's last one, which can't run alone: {fault}"

@@ -158,6 +158,7 @@ class Pattern(DecoderBuilder):
         "drawloom_pattern",
         "PatternForCausalLM",
         other_types=("qwen3", "llama"),
+        fixed={"use_sliding_window": False, "mlp_bias": False},
         has_classifier=False,
     )
 

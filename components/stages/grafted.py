@@ -59,6 +59,9 @@ class GraftedParts(StageFeature):
         if nodes.stages.settings.get("weights") is not None:
             text = f"[{feature.name}] reads the initial weights, and [{nodes.stages.name}] names others"
             yield nodes.stages.problem("weights", text, f"leave it out; [{feature.name}] has the folder")
+        if nodes.model is not None and nodes.model.settings.get("weights"):
+            text = f"[{feature.name}] reads the initial weights, and [{nodes.model.name}] does so, too"
+            yield nodes.model.problem("weights", text, f"write false; [{feature.name}] has the folder")
         if (whole := nodes.build_whole_model_on_meta()) is not None:
             names = [*dict(whole.named_parameters())]
             yield from NamePatterns("stages.grafted", "new", "parameter", feature.settings["new"], names).check(feature)
@@ -110,11 +113,23 @@ class GraftedParts(StageFeature):
     @cached_property
     def _mapper(self) -> Mapper:
         """The mapper from the folder to the parameters that are not new."""
+        assert self.folder is not None
         whole = self.model.hugging_face_mapper().inverse()
-        layers = {match[0] for name in filter(self.is_new, whole.outputs) if (match := re.match(r".*?\.\d+\.", name))}
-        ignored = (*whole.ignored, *(f"{layer}*" for layer in sorted(layers)))
-        kept = [name for name in whole.outputs if not self.is_new(name)]
-        return attrs.evolve(select_outputs(whole, kept), ignored=ignored)
+        mapper = select_outputs(whole, [name for name in whole.outputs if not self.is_new(name)])
+        layers = {_find_prefix(name, parts=0) for name in filter(self.is_new, whole.outputs)} - {""}
+        kept = {_find_prefix(name, parts=1) for name in mapper.inputs}
+        replaced = [
+            name
+            for name in open_safetensors_folder(self.folder).specs()
+            if _find_prefix(name, parts=0) in layers and _find_prefix(name, parts=1) not in kept
+        ]
+        return attrs.evolve(mapper, ignored=(*whole.ignored, *replaced))
+
+
+def _find_prefix(name: str, parts: int) -> str:
+    """Return a tensor's layer, such as `model.layers.0.`, followed by this number of its parts; "" outside layers."""
+    match = re.match(r".*?\.\d+\." + r"[^.]+\." * parts, name)
+    return match[0] if match else ""
 
 
 def _count_by_part(names: Iterable[str]) -> str:

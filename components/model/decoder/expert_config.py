@@ -181,7 +181,8 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
 
     @property
     def unread_tensors(self) -> tuple[str, ...]:
-        return (f"model.layers.{self.num_hidden_layers}.*",)  # the layer for multi-token prediction
+        count = self.num_hidden_layers
+        return tuple(f"model.layers.{layer}.*" for layer in range(count, count + 16))  # for multi-token prediction
 
     @property
     def routing(self) -> Routing:

@@ -68,6 +68,10 @@ def test_kept_parts_are_the_folders_and_new_ones_are_drawn(folder: Path, tmp_pat
         (['graft.new=["*.in_proj_*"]'], "missing model.layers.0.linear_attn.conv_q"),
         (["model.intermediate_size=48"], "wrong shape model.layers.0.mlp.gate_proj.weight"),
         (["model.use_qk_norm=false"], "unexpected model.layers.3.self_attn.k_norm.weight"),
+        (
+            [*"model.residual=hyper model.layers=attention model.use_qk_norm=false".split(), 'graft.new=["*_conn*"]'],
+            "unexpected model.layers.0.self_attn.k_norm.weight",
+        ),
         (["stages.weights=$vars.base"], "reads the initial weights, and"),
         (["graft.new=[]"], "write a pattern"),
     ],
@@ -76,6 +80,24 @@ def test_check_refuses_what_does_not_fit(words: list[str], text: str, folder: Pa
     """Typos, missing parts, other shapes, and tensors without a parameter in an unchanged layer are problems."""
     with pytest.raises(RecipeError, match=text):
         Recipe.load("heal", *words_of(folder, *words)).check()
+
+
+def test_a_model_with_weights_of_its_own_is_no_base_for_new_parts(folder: Path) -> None:
+    """Its new parts would have the folder's old values."""
+    graft = ["graft.use=stages.grafted", "graft.folder=$vars.base", 'graft.new=["*.mlp.*"]']
+    words = [word for word in words_of(folder, *graft) if not word.startswith("model.")]
+    with pytest.raises(RecipeError, match=r"reads the initial weights, and \[model\] does so, too"):
+        Recipe.load("finetune", *words).check()
+
+
+def test_new_parts_trained_alone_are_evaluated_with_the_folders_others(folder: Path) -> None:
+    """A checkpoint of adapters lacks the frozen parts, and the run's folder of the graft has them."""
+    adapters = ['stages.adapters=["@tuning"]', "tuning.use=adapters.full_tuning", 'tuning.targets=["*.linear_attn.*"]']
+    words = words_of(folder, *adapters, "run.name=alone", "trainer.steps=2", "trainer.on_finish=[]")
+    [outcome] = drawloom(folder, "run", "heal", *words)
+    assert outcome.code == 0, outcome.text
+    [outcome] = drawloom(folder, "evaluate", "runs/alone")
+    assert outcome.code == 0, outcome.text
 
 
 def test_distillation_heals_a_grafted_model(folder: Path) -> None:
