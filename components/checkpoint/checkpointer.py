@@ -217,4 +217,4 @@ class Checkpointer:
 
     def recorded_step_values(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
         """Yield the steps with a valid manifest, with the metrics in it."""
-        return self._saves.list_recorded_values()
+        return self._saves.list_graph_values()

@@ -94,7 +94,7 @@ class SymmetricExperts:
         return Dispatched(rows, scale, routes[2], lambda results: _SumByToken.apply(slot_routes, results))  # type: ignore[no-untyped-call]
 
     @property
-    def recorded_values(self) -> object:
+    def graph_values(self) -> object:
         """The room, and how often the shared memory was replaced."""
         return self._room, self._exchange.replacement_count if self._exchange else 0
 

@@ -57,8 +57,8 @@ class Lfm2Config(DecoderConfig):
         types = [FULL if layer in full else "conv" for layer in layers]
         width = config.get("block_ff_dim", config.get("intermediate_size"))
         if config.get("block_auto_adjust_ff_dim", True) and isinstance(width, int):
-            multiple = config.get("block_multiple_of", 256)
-            width = int(config.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+            multiple = config.get("block_multiple_of") or 256
+            width = int((config.get("block_ffn_dim_multiplier") or 1.0) * int(2 * width / 3))
             width = -(-width // multiple) * multiple
         tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
         changes = {"intermediate_size": width, "tie_word_embeddings": tied, "block_auto_adjust_ff_dim": False}

@@ -78,7 +78,7 @@ class ReplicatedModule:
         self._add_unsent_gradients_to_buckets(list(self._unsent))
         self.sums.start_bucket_sum()
 
-    def list_gathered_parameters(self) -> list[nn.Parameter]:
+    def list_whole_parameters(self) -> list[nn.Parameter]:
         """Return no parameters: passes compute with the module's own."""
         return []
 

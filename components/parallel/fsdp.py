@@ -156,7 +156,7 @@ class ShardedModule:
         """Do as `stop_reducing_in_backward`, since it waits for the sums."""
         self.stop_reducing_in_backward()
 
-    def list_gathered_parameters(self) -> list[nn.Parameter]:
+    def list_whole_parameters(self) -> list[nn.Parameter]:
         """Return the parameters in their gathered form."""
         return [parameter.unsharded for unit in self.units for parameter in unit.parameters]
 

@@ -369,9 +369,9 @@ class StageGraphs:
     _warned: bool = False
 
     @cached_property
-    def gathered(self) -> Sequence[nn.Parameter]:
+    def whole_parameters(self) -> Sequence[nn.Parameter]:
         """The parameters that ranks gather from slices before a pass; none without slices."""
-        return [] if self.stage.shards is None else self.stage.shards.list_gathered_parameters()
+        return [] if self.stage.shards is None else self.stage.shards.list_whole_parameters()
 
     def lacks_graphs(self, plan: StagePlan) -> bool:
         """Return whether a plan's microbatches lack graphs, and the first microbatch is known."""
@@ -384,10 +384,10 @@ class StageGraphs:
         With gathered parameters record all of them: later graphs read parameters where the first one has gathered them,
         and recordings in between could use the same memory.
         """
-        if self.gathered:
+        if self.whole_parameters:
             self.forget_graphs()
         own = [*self.stage.module.parameters(), *self.stage.masters.values()]
-        holders = list(dict.fromkeys([*own, *self.gathered]))
+        holders = list(dict.fromkeys([*own, *self.whole_parameters]))
         complete = {*self._graphs}
         for operation, key in plan.passes:
             if key in complete:
@@ -405,7 +405,7 @@ class StageGraphs:
             self.stage.shards.reshard()  # nothing was computed: what seems to be gathered has no values
 
     def forget_graphs(self) -> None:
-        """Free the graphs of microbatches."""
+        """Free the microbatches' graphs."""
         self._graphs.clear()
         self._records.clear()
 
@@ -442,7 +442,7 @@ class StageGraphs:
 @attrs.define(eq=False)
 class CapturedRunner(StageRunner):
     """
-    `StageRunner` that launches the graphs of microbatches that have some; `keys` are by microbatch.
+    `StageRunner` that launches microbatches' graphs, if they have some; `keys` are by microbatch.
 
     `launches_all` says whether graphs serve all microbatches in the step.
     """
@@ -456,7 +456,7 @@ class CapturedRunner(StageRunner):
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
         # Ranks gather parameters anew for a pass, so a graph would not find them at their address.
-        is_alone = not (self.graphs.gathered or self.stage.splits)
+        is_alone = not (self.graphs.whole_parameters or self.stage.splits)
         cache = _find_recordable_cache(inputs, shared) if is_alone else None
         if cache is not None:
             cache.begin_fixed_pass(inputs.device)
@@ -466,7 +466,7 @@ class CapturedRunner(StageRunner):
         key = self.keys.get(microbatch)
         graphs = None if key is None else self.graphs.find(key, given, self.stage, self.split)
         # A graph reads what the first microbatch's graph has gathered; other passes would gather it a second time.
-        if graphs is None or (self.graphs.gathered and not self.launches_all):
+        if graphs is None or (self.graphs.whole_parameters and not self.launches_all):
             return super().forward(microbatch, inputs, shared, batch, finish)
         self._launched[microbatch] = graphs
         output, losses = graphs.forward(given)
@@ -502,7 +502,7 @@ class CapturedRunner(StageRunner):
             super().reduce_in_next_backward(is_last_in_step=True)
 
     def _finish_reduction(self, microbatch: int) -> None:
-        """Wait for sums here, as graphs do, so that all ranks have the same order of collectives."""
+        """Wait for sums here, as graphs do, so all ranks have collectives in the same order."""
         if self.keys[microbatch].reduces:
             self.shards.finish_reduction()
 
@@ -541,7 +541,7 @@ def _copy_leaf(leaf: Any) -> Any:
 
 
 def _list_graph_inputs(microbatch: MicrobatchInputs) -> tuple[Any, ...]:
-    """Return a microbatch without the counts that only the host reads: graphs serve batches with other counts."""
+    """Return a microbatch without the host's counts: graphs serve batches with other counts."""
     batch = microbatch.batch
     return microbatch.inputs, microbatch.shared, None if batch is None else batch.without_host_values()
 
@@ -571,8 +571,8 @@ class CapturedPasses(StageFeature, PassFeature):
     _graphs: dict[int, StageGraphs] = internal(factory=dict)
     _sums: GradientSums = internal(factory=GradientSums)
     _has_one_document_per_row: bool = internal(True)
-    _recorded_values: list[Any] = internal(factory=list)
-    _properties: list[Any] = internal(factory=list)  # of the first microbatch
+    _graph_values: list[Any] = internal(factory=list)
+    _properties: list[Any] = internal(factory=list)  # the first microbatch's
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
@@ -668,8 +668,8 @@ class CapturedPasses(StageFeature, PassFeature):
         )
 
     def _forget_outdated_graphs(self) -> None:
-        if (values := [limit.recorded_values for limit in self.limits.values()]) != self._recorded_values:
-            self._recorded_values = values
+        if (values := [limit.graph_values for limit in self.limits.values()]) != self._graph_values:
+            self._graph_values = values
             self._forget_graphs()
 
     def _forget_graphs(self) -> None:
@@ -683,7 +683,7 @@ class CapturedPasses(StageFeature, PassFeature):
 
         Rows with several documents are the general case. When they first occur, graphs are recorded again, and then
         serve all later microbatches, because a microbatch of packed data sometimes has only whole rows. Ranks with
-        graphs of collectives record them together, so they run a step with such a row kernel by kernel.
+        collectives in graphs record them together, so they run a step with such a row kernel by kernel.
         """
         if self._has_one_document_per_row:
             if all(inputs.shared.one_document_per_row for inputs in run.microbatches):
@@ -703,7 +703,7 @@ class CapturedPasses(StageFeature, PassFeature):
 
         No messages are in flight then: recording may wait for all GPU work, including a message from a rank that waits
         for this rank's message. All data-parallel ranks record in the same step, also if graphs don't serve this one:
-        NCCL may register the memory of collectives with other ranks.
+        NCCL may register memory with other ranks.
         """
         missing = {
             index: graphs
@@ -714,7 +714,7 @@ class CapturedPasses(StageFeature, PassFeature):
             torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
         for index, graphs in missing.items():
             if len(plans[index].keys) > 1:
-                self._sums.add_parameters(graphs.gathered)
+                self._sums.add_parameters(graphs.whole_parameters)
         self._sums.attach_to_parameters()
         for index, graphs in missing.items():
             try:

@@ -44,8 +44,8 @@ class RowLimit(Protocol):
     """A dispatcher with room for a limited number of rows, without a count before they come."""
 
     @property
-    def recorded_values(self) -> object:
-        """Values that CUDA graphs of training passes have from their recording; equal on all ranks."""
+    def graph_values(self) -> object:
+        """Values in CUDA graphs from their recording; equal on all ranks."""
         ...
 
     def grow_if_rows_were_dropped(self) -> bool:

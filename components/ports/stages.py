@@ -67,7 +67,7 @@ class Shards(Protocol):
         """Reduce the remaining gradients, and wait for all sums; on a GPU only the stream waits."""
         ...
 
-    def list_gathered_parameters(self) -> Sequence[nn.Parameter]:
+    def list_whole_parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters with which passes compute in place of the module's slices."""
         ...
 

@@ -3,7 +3,7 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 685_440,
+    "tokens of the source": 686_200,
     "files that name float8 outside its folder": 8,
     "code lines imported by check": 13_270,
     "code lines imported by run": 19_750,

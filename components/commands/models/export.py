@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from drawloom import UserError
 from drawloom.components.commands._trained import CheckpointCommand, find_base_folder_of_run, get_if_any
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.graph.cli.command import Project, Result, command, option, output, output_class
-from drawloom.ports import EndsAnswers, LanguageModel, Loss, Stages, Tokenizer
+from drawloom.ports import EndsAnswers, LanguageModel, Loss, ModelWithoutExport, Stages, Tokenizer
 
 
 @output_class
@@ -28,10 +29,13 @@ class ExportCommand(CheckpointCommand):
 
     def run(self, project: Project) -> ExportResult:
         with self.open_run(project, LanguageModel, Stages, Loss, every=(Tokenizer, EndsAnswers)) as run:
+            model = run.nodes.get(LanguageModel)
+            if isinstance(model, ModelWithoutExport):
+                raise UserError(f"{run.folder} can't be exported: transformers has no class for its model", exit_code=2)
             ends = [node.answer_end_ids for node in run.nodes.values() if isinstance(node, EndsAnswers)]
             write_hugging_face_folder(
                 self.to,
-                run.nodes.get(LanguageModel),
+                model,
                 run.nodes.get(Stages),
                 get_if_any(run.nodes, Tokenizer),
                 loss=run.nodes.get(Loss),

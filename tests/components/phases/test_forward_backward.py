@@ -48,7 +48,7 @@ class RandomParts(Parts):
         self.passes, self.observed = self.passes + 1, 1
         self.draws.append(float(self.weight.grad))
 
-    recorded_values: object = None
+    graph_values: object = None
 
     def grow_if_rows_were_dropped(self) -> bool:
         return self.passes < 3

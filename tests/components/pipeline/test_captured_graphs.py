@@ -141,7 +141,7 @@ def test_more_room_for_experts_is_recorded_anew(recorder: Recorder) -> None:
         """A dispatcher whose fourth step has more room."""
 
         @property
-        def recorded_values(self) -> object:
+        def graph_values(self) -> object:
             return next(room)
 
         def grow_if_rows_were_dropped(self) -> bool:

@@ -69,7 +69,7 @@ def test_kept_parts_are_the_folders_and_new_ones_are_drawn(folder: Path, tmp_pat
         (["model.intermediate_size=48"], "wrong shape model.layers.0.mlp.gate_proj.weight"),
         (["model.use_qk_norm=false"], "unexpected model.layers.3.self_attn.k_norm.weight"),
         (
-            [*"model.residual=hyper model.layers=attention model.use_qk_norm=false".split(), 'graft.new=["*_conn*"]'],
+            [*["model.residual=hyper", "model.layers=attention", "model.use_qk_norm=false"], 'graft.new=["*_conn*"]'],
             "unexpected model.layers.0.self_attn.k_norm.weight",
         ),
         (["stages.weights=$vars.base"], "reads the initial weights, and"),
@@ -98,6 +98,8 @@ def test_new_parts_trained_alone_are_evaluated_with_the_folders_others(folder: P
     assert outcome.code == 0, outcome.text
     [outcome] = drawloom(folder, "evaluate", "runs/alone")
     assert outcome.code == 0, outcome.text
+    [outcome] = drawloom(folder, "export", "runs/alone", "--to", "exported")
+    assert outcome.code == 2 and "transformers has no class for its model" in outcome.text
 
 
 def test_distillation_heals_a_grafted_model(folder: Path) -> None:
