@@ -191,8 +191,20 @@ class StatesLoss(NextToken):
         return total + cubes, weight, {"cubes": cubes.detach()}
 
 
+class MeasuredLoss(NextToken):
+    """The loss, after passes of its own over a step's microbatches."""
+
+    def compute_part_of_step_sums(self, hidden: Any, head: Head, batch: TokenBatch) -> Tensor:
+        total: Tensor = hidden.double().sum()
+        return total[None]
+
+    def with_step_sums(self, batch: TokenBatch, sums: Tensor) -> TokenBatch:
+        return batch
+
+
 LOSSES: dict[str, Callable[[], Any]] = {
     "plain": NextToken,
+    "measured": MeasuredLoss,
     "muon": NextToken,
     "symmetric": NextToken,
     "dora": NextToken,
