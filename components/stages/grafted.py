@@ -118,10 +118,11 @@ class GraftedParts(StageFeature):
         mapper = select_outputs(whole, [name for name in whole.outputs if not self.is_new(name)])
         layers = {_find_prefix(name, parts=0) for name in filter(self.is_new, whole.outputs)} - {""}
         kept = {_find_prefix(name, parts=1) for name in mapper.inputs}
+        drawn = {*whole.inputs} - {*mapper.inputs}
         replaced = [
             name
             for name in open_safetensors_folder(self.folder).specs()
-            if _find_prefix(name, parts=0) in layers and _find_prefix(name, parts=1) not in kept
+            if name in drawn or (_find_prefix(name, parts=0) in layers and _find_prefix(name, parts=1) not in kept)
         ]
         return attrs.evolve(mapper, ignored=(*whole.ignored, *replaced))
 
