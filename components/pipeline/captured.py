@@ -591,7 +591,7 @@ class CapturedPasses(StageFeature, PassFeature):
             text = "passes in CUDA graphs can't wait for the number of rows that experts on other ranks get"
             hint = f'write a dispatcher with use = "experts.symmetric" and capacity = 1.5, or remove [{feature.name}]'
             yield feature.problem("use", text, hint)
-        if sizes["data_shard"] > 1 and nodes.stages.settings.get("sync_each_microbatch"):
+        if sizes["data_shard"] * sizes["context"] > 1 and nodes.stages.settings.get("sync_each_microbatch"):
             text = "gradients are reduced in the CUDA graph of the last microbatch"
             yield nodes.stages.problem("sync_each_microbatch", text, f"write false, or remove [{feature.name}]")
         processes = nodes.mesh.neighbour("processes")
@@ -688,7 +688,7 @@ class CapturedPasses(StageFeature, PassFeature):
         if self._has_one_document_per_row:
             if all(inputs.shared.one_document_per_row for inputs in run.microbatches):
                 return run.microbatches
-            if self._graphs and any(part.stage.shards or part.stage.splits for part in run.stages.values()):
+            if self._properties and any(part.stage.shards or part.stage.splits for part in run.stages.values()):
                 return run.microbatches
             self._has_one_document_per_row = False
             self._forget_graphs()

@@ -162,7 +162,7 @@ class TrainableLoss(Protocol):
     A loss with its own parameters.
 
     Its module becomes the last stage's submodule `loss`: the parameters are materialized, synced, clipped, trained and
-    saved like other parameters. An export has only those of a `Scorer` or a `LayeredLoss`.
+    saved like other parameters. An export has only a `Scorer`'s or a `LayeredLoss`'s parameters.
     """
 
     module: nn.Module | None

@@ -28,7 +28,7 @@ def find_missing_batch_leaves(trainer: NodeView) -> Iterator[Problem]:
     """
     Yield a problem for every component with a leaf missing from the run's batches.
 
-    A phase that makes batches, such as one of rollouts, replaces those of the data set.
+    A phase that makes batches, such as rollouts, replaces the data set's batches.
     """
     phases = {node.name for node in trainer.neighbours("phases")}
     writers = [*find_batch_types(trainer)]

@@ -78,6 +78,7 @@ SHARED_EXPERTS = ("mesh.expert=2", "mesh.data_shard=2")
         ("first_run", ("mesh.data_replicate=2", "schedule.use=pipeline.schedules.zero_bubble_v"), []),
         ("first_run", ("mesh.data_shard=2",), []),
         ("first_run", ("mesh.data_shard=2", "stages.sync_each_microbatch=true"), ["in the CUDA graph of the last"]),
+        ("first_run", ("mesh.context=2", "stages.sync_each_microbatch=true"), ["in the CUDA graph of the last"]),
         ("first_run", ("mesh.data_shard=2", "processes.on_failure=continue"), ["can't abort a communicator"]),
         (
             "first_run",
