@@ -594,10 +594,9 @@ class CapturedPasses(StageFeature, PassFeature):
         if sizes["data_shard"] * sizes["context"] > 1 and nodes.stages.settings.get("sync_each_microbatch"):
             text = "gradients are reduced in the CUDA graph of the last microbatch"
             yield nodes.stages.problem("sync_each_microbatch", text, f"write false, or remove [{feature.name}]")
-        processes = nodes.mesh.neighbour("processes")
-        if processes and processes.settings.get("on_failure") == "continue":
-            text = "a run can't abort a communicator that CUDA graphs refer to"
-            yield processes.problem("on_failure", text, f'write "stop", or remove [{feature.name}]')
+        yield from nodes.check_run_ends_with_losses(
+            feature, "a run can't abort a communicator that CUDA graphs refer to"
+        )
         for adapter in nodes.stages.neighbours("adapters"):
             if adapter.settings.get("dropout"):
                 draws = f"[{adapter.name}] draws new random numbers for dropout in each pass"
@@ -648,10 +647,8 @@ class CapturedPasses(StageFeature, PassFeature):
                 self._sums.adopt_gradients(graphs.stage.module.parameters())
 
     def close(self) -> None:
-        """Free the graphs, also of runners in a traceback: a communicator does not end while a graph refers to it."""
-        for graphs in self._graphs.values():
-            graphs.forget_graphs()
-        self._graphs.clear()
+        """Free the graphs."""
+        self._forget_graphs()
 
     def _wrap(
         self,
@@ -673,6 +670,9 @@ class CapturedPasses(StageFeature, PassFeature):
             self._forget_graphs()
 
     def _forget_graphs(self) -> None:
+        """Free the graphs, also of runners that live on: a communicator does not end while a graph refers to it."""
+        for graphs in self._graphs.values():
+            graphs.forget_graphs()
         self._graphs.clear()
         self._properties = []
 
