@@ -81,7 +81,7 @@ def solve_systems_by_channel(inputs: tuple[Tensor, ...], results: tuple[Tensor, 
     _solve_chunk_systems[(sizes.chunk_head_count,)](
         *(*inputs, *results, sizes.length, sizes.chunks),
         **{**sizes.constants, "BK": MIN_BLOCK},
-        num_warps=8,
+        num_warps=4,
         num_stages=1,
     )
 
