@@ -1,5 +1,6 @@
 """Shifts of tensors between ranks through memory that they share."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import attrs
@@ -27,6 +28,23 @@ class Shifts(Protocol):
         ...
 
 
+class CopyStream:
+    """A GPU's stream for copies beside computation; on a CPU copies are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def start(self, copy: Callable[[], None]) -> Pending:
+        """Call `copy`, whose operations follow the earlier ones in the current stream."""
+        if self._stream is None:
+            copy()
+            return Done()
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            copy()
+            return _StreamWork(self._stream.record_event())
+
+
 class PeerShifts:
     """
     Shifts through symmetric memory: a rank copies from another's memory on a stream of its own.
@@ -41,7 +59,7 @@ class PeerShifts:
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         self._memory: SymmetricMemory | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = CopyStream(group.device)
         self._slot_bytes = self._turn = 0
 
     def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> Pending:
@@ -58,22 +76,18 @@ class PeerShifts:
             for rank in (self.rank, (self.rank - distance) % self.size)
         )
         own.copy_(sent.view(-1))
-        if self._stream is None:
+
+        def copy() -> None:
             memory.barrier()
             received.view(-1).copy_(other)
-            return Done()
-        self._stream.wait_stream(torch.cuda.current_stream(sent.device))
-        with torch.cuda.stream(self._stream):
-            memory.barrier()
-            received.view(-1).copy_(other)
-            return _StreamWork(self._stream.record_event())
+
+        return self._stream.start(copy)
 
     def _provide_memory(self, sent: Tensor) -> SymmetricMemory:
         """Return memory with slots for a tensor; all ranks send tensors of one size, and allocate together."""
         if self._memory is None or sent.nbytes > self._slot_bytes:
             if sent.is_cuda:
                 torch.cuda.synchronize(sent.device)  # no rank may still read the memory that is freed here
-                self._stream = torch.cuda.Stream(sent.device, priority=-1)  # type: ignore[no-untyped-call]
             self._slot_bytes = -(-sent.nbytes // ALIGNMENT) * ALIGNMENT
             self._memory = self.group.allocate_symmetric_memory((self.size + 1) * self._slot_bytes)
         return self._memory

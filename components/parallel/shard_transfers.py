@@ -6,7 +6,6 @@ them. In a step with Llama 3 8B's shape on two H200, copies into buffers, as in 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.kernels.gradients.eager import sum_parts
-from drawloom.ports import GatherEncoding, Precision
+from drawloom.ports import Pending, Precision
 
 PACKED_BELOW_BYTES = 2**23
 """
@@ -52,35 +51,7 @@ class StartedGather:
 
 
 @torch.no_grad()
-def start_gather(slices: Sequence[Tensor], outputs: Sequence[Tensor], group: Any) -> StartedGather:
-    """
-    Start to gather all ranks' slices (any shapes), in one launch, into outputs (ranks * n,) in the outputs' dtypes.
-
-    A slice may be smaller than n elements: it is padded.
-    """
-    inputs = _cast_and_pad(slices, [output.numel() // group.size() for output in outputs], outputs[0].dtype)
-    return StartedGather(group.allgather_into_tensor_coalesced(outputs, inputs), inputs)
-
-
-@torch.no_grad()
-def start_encoded_gather(
-    slices: Sequence[Tensor], outputs: Sequence[Tensor], encoding: GatherEncoding, widths: Sequence[int], group: Any
-) -> StartedGather:
-    """
-    Start `start_gather` in one message per rank, with some weights encoded.
-
-    `widths` are row widths by slice, and 0 for slices sent in the outputs' dtype.
-    """
-    ranks = group.size()
-    parts = _cast_and_pad(slices, [output.numel() // ranks for output in outputs], outputs[0].dtype)
-    own = encoding.pack_weights(parts, widths)
-    gathered = own.new_empty(ranks, own.numel())
-    work = group.allgather_into_tensor_coalesced([gathered.view(-1)], [own])
-    by_rank = [output.view(ranks, -1) for output in outputs]
-    return StartedGather(work, [own], partial(encoding.unpack_weights, gathered, by_rank, widths))
-
-
-def _cast_and_pad(slices: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+def cast_and_pad(slices: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Return flat slices with these sizes in a dtype, copied only if necessary."""
     flat = [part.view(-1) for part in slices]
     copied = [index for index, part in enumerate(flat) if part.numel() < sizes[index] or part.dtype != dtype]
@@ -95,6 +66,25 @@ def _cast_and_pad(slices: Sequence[Tensor], sizes: Sequence[int], dtype: torch.d
         for index, part in zip(copied, padded, strict=True):
             flat[index] = part
     return flat
+
+
+ExchangeParts = Callable[[Sequence[Tensor], Any], tuple[Sequence[Tensor], Sequence[Pending]]]
+"""
+Function that starts to exchange tensors (ranks, n), by receiving rank, in a torch group. It returns the other ranks'
+parts for this rank, (ranks - 1, n) in rank order by tensor, and what to wait for.
+"""
+
+
+def send_parts(tensors: Sequence[Tensor], group: Any) -> tuple[Sequence[Tensor], Sequence[Pending]]:
+    """Send every other rank its parts, in one launch."""
+    peers = [peer for peer in range(group.size()) if peer != group.rank()]
+    received = [parts.new_empty(len(peers), parts.shape[1]) for parts in tensors]
+    operations = []
+    for tag, (parts, rows) in enumerate(zip(tensors, received, strict=True)):
+        for peer, row in zip(peers, rows, strict=True):
+            operations.append(dist.P2POp(dist.isend, parts[peer], group=group, tag=tag, group_peer=peer))
+            operations.append(dist.P2POp(dist.irecv, row, group=group, tag=tag, group_peer=peer))
+    return received, dist.batch_isend_irecv(operations)
 
 
 class StartedSum(Protocol):
@@ -116,9 +106,10 @@ def start_sum(
     dtype: torch.dtype,
     device: torch.device,
     group: Any,
+    exchange: ExchangeParts = send_parts,
 ) -> StartedSum:
     """
-    Start to sum gradients with these shapes over ranks, in one launch; None is a gradient of zeros.
+    Start to sum gradients with these shapes over ranks; None is a gradient of zeros.
 
     A rank gets its slices along the first dimension, (rows / ranks rounded up, ...). 16-bit gradients are sent
     as they are, and added up in float32 by the receiver, so sums are rounded once: a reduce-scatter in float32 would
@@ -127,7 +118,10 @@ def start_sum(
     ranks = group.size()
     sums = torch.empty(sum(count_slice_elements(shape, ranks) for shape in shapes), dtype=dtype, device=device)
     messages = [*_pack_gradients_into_messages(gradients, shapes, sums, ranks)]
-    return (_start_exchange if dtype.itemsize == 2 else _start_reduce_scatter)(sums, messages, group)
+    if dtype.itemsize > 2:
+        return _start_reduce_scatter(sums, messages, group)
+    received, works = exchange([message.parts for message in messages], group)
+    return _Exchange(sums, messages, received, works, group.rank())
 
 
 def count_slice_elements(shape: Sequence[int], ranks: int) -> int:
@@ -184,7 +178,7 @@ class _Exchange:
     sums: Tensor
     messages: Sequence[_Message]
     received: Sequence[Tensor]
-    works: Sequence[Any]
+    works: Sequence[Pending]
     rank: int
 
     @torch.no_grad()
@@ -195,18 +189,6 @@ class _Exchange:
         for message, rows in zip(self.messages, self.received, strict=True):
             sum_parts(message.parts[self.rank], rows, message.sums)
         return self.sums
-
-
-def _start_exchange(sums: Tensor, messages: Sequence[_Message], group: Any) -> _Exchange:
-    """Send every other rank its parts, in one launch."""
-    peers = [peer for peer in range(group.size()) if peer != group.rank()]
-    received = [message.parts.new_empty(len(peers), message.parts.shape[1]) for message in messages]
-    operations = []
-    for tag, (message, rows) in enumerate(zip(messages, received, strict=True)):
-        for peer, row in zip(peers, rows, strict=True):
-            operations.append(dist.P2POp(dist.isend, message.parts[peer], group=group, tag=tag, group_peer=peer))
-            operations.append(dist.P2POp(dist.irecv, row, group=group, tag=tag, group_peer=peer))
-    return _Exchange(sums, messages, received, dist.batch_isend_irecv(operations), group.rank())
 
 
 @attrs.frozen(eq=False)

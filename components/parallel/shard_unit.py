@@ -7,7 +7,8 @@ autograd are valid again after the next gather. Zhao et al. 2023, "PyTorch FSDP"
 torch's `fully_shard`, without its private names, because these change with every release.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any, Literal
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 
 from drawloom.components.parallel.data_shard import get_local_slice, slice_rows
 from drawloom.components.parallel.shard_transfers import (
+    ExchangeParts,
     StartedGather,
     StartedSum,
+    cast_and_pad,
     count_slice_elements,
-    start_encoded_gather,
-    start_gather,
+    send_parts,
     start_sum,
 )
 from drawloom.ports import GatherEncoding, LinearLayer, TensorSlice
@@ -121,13 +123,23 @@ class ShardedParameter:
         return gradient
 
 
+def gather_by_collective(unit: "ShardUnit") -> StartedGather:
+    """Start to gather all ranks' slices of a unit, in one launch."""
+    packed = unit.pack_slices()
+    messages, unpack = unit.open_messages(packed)
+    work = unit.groups.shards.allgather_into_tensor_coalesced([message.view(-1) for message in messages], packed)
+    return StartedGather(work, packed, unpack)
+
+
 @attrs.define(eq=False)
 class ShardUnit:
-    """Parameters gathered by one collective, and reduced by another; there may be none."""
+    """Parameters gathered together, and reduced by one collective; there may be none."""
 
     parameters: Sequence[ShardedParameter]
     groups: ShardGroups
     dtypes: UnitDtypes
+    gather_slices: Callable[["ShardUnit"], StartedGather] = gather_by_collective
+    exchange_parts: ExchangeParts = send_parts
     state: Literal["freed", "gathering", "gathered"] = "freed"
     _gather: StartedGather | None = None
     _sums_of_shards: Tensor | None = None
@@ -156,18 +168,35 @@ class ShardUnit:
 
     def start_gather(self) -> None:
         """Start to gather the parameters, unless they are gathered; on a GPU, after earlier work in this stream."""
-        if self.state != "freed" or not self.parameters:
-            return
-        self.state = "gathering"
-        self._storage.resize_(self._bytes)
+        if self.state == "freed" and self.parameters:
+            self.state = "gathering"
+            self._storage.resize_(self._bytes)
+            self._gather = self.gather_slices(self)
+
+    @torch.no_grad()
+    def pack_slices(self) -> Sequence[Tensor]:
+        """Return what this rank sends to the others: its slices, (n,) by parameter, or one encoded message."""
         slices = [parameter.master.detach() for parameter in self.parameters]
-        messages = [parameter.message for parameter in self.parameters]
-        encoding = next((parameter.encoding for parameter in self.parameters if parameter.encoding), None)
-        if encoding is None:
-            self._gather = start_gather(slices, messages, self.groups.shards)
-        else:
-            widths = [parameter.encoded_width for parameter in self.parameters]
-            self._gather = start_encoded_gather(slices, messages, encoding, widths, self.groups.shards)
+        sizes = [parameter.message.numel() // self.groups.shards.size() for parameter in self.parameters]
+        flat = cast_and_pad(slices, sizes, self.dtypes.gathered)
+        return flat if self._encoding is None else [self._encoding.pack_weights(flat, self._encoded_widths)]
+
+    def open_messages(self, packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Callable[[], None] | None]:
+        """Return memory for all ranks' messages like `packed`, (ranks, n) each, and how to unpack them, if needed."""
+        ranks = self.groups.shards.size()
+        outputs = [parameter.message.view(ranks, -1) for parameter in self.parameters]
+        if self._encoding is None:
+            return outputs, None
+        messages = packed[0].new_empty(ranks, packed[0].numel())
+        return [messages], partial(self._encoding.unpack_weights, messages, outputs, self._encoded_widths)
+
+    @property
+    def _encoding(self) -> GatherEncoding | None:
+        return next((parameter.encoding for parameter in self.parameters if parameter.encoding), None)
+
+    @property
+    def _encoded_widths(self) -> list[int]:
+        return [parameter.encoded_width for parameter in self.parameters]
 
     def gather(self) -> None:
         """Gather the parameters and set them in the modules; on a GPU only the current stream waits."""
@@ -196,7 +225,12 @@ class ShardUnit:
         shapes = [parameter.tensor_slice.shape for parameter in self.trained]
         gradients = [parameter.take_gradient() for parameter in self.trained]
         started = start_sum(
-            gradients, shapes, self.dtypes.message, self.parameters[0].master.device, self.groups.shards
+            gradients,
+            shapes,
+            self.dtypes.message,
+            self.parameters[0].master.device,
+            self.groups.shards,
+            self.exchange_parts,
         )
         return StartedReduction(self, started, over_replicas)
 

@@ -87,6 +87,12 @@ class StageNodes:
         has_adapters = bool(self.stages.neighbours("adapters"))
         return has_adapters or WrappingOrder.LAYERS in orders or self.stages.implements(FrozenModel)
 
+    def check_run_ends_with_losses(self, feature: NodeView, text: str) -> Iterator[Problem]:
+        """Yield a problem with `text` if the run continues when it loses processes."""
+        processes = self.mesh.neighbour("processes")
+        if processes and processes.settings.get("on_failure") == "continue":
+            yield processes.problem("on_failure", text, f'write "stop", or remove [{feature.name}]')
+
     def check_some_weights_are_frozen(self, feature: NodeView) -> Iterator[Problem]:
         """Yield a problem for a feature that needs frozen weights if no weight is frozen."""
         if not self.freezes_weights:
@@ -211,6 +217,9 @@ class StageFeature(Feature):
 
     def finish(self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
         """Change modules with memory and values; `blocks` are their layers."""
+
+    def change_shards(self, shards: Sequence[Any]) -> None:
+        """Change FSDP's modules, with memory and values; without shards there are none."""
 
     def allocate(self, modules: Sequence[nn.Module]) -> None:
         """Allocate the feature's own memory, also on the meta device for a plan."""

@@ -384,7 +384,10 @@ class StageAssembly:
             read = partial(self.values.read_adapters, of.adapter_weights, modules, of.adapters)
             run_and_gather_on_all_ranks(of.mesh.world, read)
         tie_equally_named_parameters(modules)
-        return data_parallel.create_store(modules, sharded)
+        store = data_parallel.create_store(modules, sharded)
+        for feature in self.features.features:
+            feature.change_shards(sharded)
+        return store
 
     def _set_stages(self, parallel: ParallelModules, store: "ParameterStore | ShardedStore") -> None:
         """Set this rank's stages from the modules, with parameters in `store`."""

@@ -536,6 +536,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "precision": {"compute": "bfloat16"},
     },
     "overlap.tensor_products": lambda folder: {"overlap": {"use": "overlap.tensor_products"}},
+    "overlap.shard_copies": lambda folder: {"copies": {"use": "overlap.shard_copies"}, "mesh": {"data_shard": "auto"}},
     "kernels.batch_invariant": lambda folder: {"kernels": {"use": "kernels.batch_invariant"}},
     "frozen_weights.quantized": lambda folder: (
         LORA | {"quantized": {"use": "frozen_weights.quantized", "exclude": ["*"]}}

@@ -20,14 +20,14 @@ SIZES = {
 
 @pytest.mark.parametrize("precision", [{"parameter": "bfloat16"}, {"compute": "bfloat16"}], ids=["bfloat16", "mixed"])
 @pytest.mark.parametrize("by_block", [False, True])
-@pytest.mark.parametrize("small", [2**10, 2**18, 2**40])
-def test_shards_match_whole_weights(small: int, by_block: bool, precision: dict[str, str]) -> None:
+@pytest.mark.parametrize(("small", "copied"), [(2**10, False), (2**18, False), (2**40, False), (2**18, True)])
+def test_shards_match_whole_weights(small: int, copied: bool, by_block: bool, precision: dict[str, str]) -> None:
     """
-    Logits and gradients of six steps match one process to bfloat16, whether weights are sent in place or packed.
+    Logits and gradients of six steps match one process to bfloat16; weights are sent in place, packed or copied.
 
     If memory were reused before NCCL or a copy has finished, another step's or weight's numbers would appear.
     """
-    case = Case(SIZES, precision, kind="cuda", length=256, steps=6)
+    case = Case(SIZES, precision, kind="cuda", length=256, steps=6, copied=copied)
     [whole] = run_ranks(alone, 1, case, 2, timeout=180)
     sharded = run_ranks(on_shards, 2, case, small, by_block, timeout=180)
     assert_same(sharded, whole, atol=2.0**-5, rtol=2.0**-5)

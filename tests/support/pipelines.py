@@ -440,7 +440,7 @@ def steps(
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
     evaluated: int | None = None,
-    features: Sequence[Callable[..., Any]] = (),
+    features: Sequence[type[Any]] = (),
 ) -> list[dict[str, Any]]:
     """Return the results of each case's steps on this rank of a mesh."""
     common = kind, dtypes, step_count, layers, experts, recompute, settings, evaluated, features
@@ -457,7 +457,7 @@ def steps_on_meshes(
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
     evaluated: int | None = None,
-    features: Sequence[Callable[..., Any]] = (),
+    features: Sequence[type[Any]] = (),
 ) -> list[list[dict[str, Any]]]:
     """
     Return the results of each case's steps on this rank, in all processes started together, or in this one.
@@ -512,7 +512,7 @@ def _steps(
     recompute: Recompute,
     settings: Mapping[str, Any],
     evaluated: bool,
-    features: Sequence[Callable[..., Any]],
+    features: Sequence[type[Any]],
 ) -> dict[str, Any]:
     """
     Return gradients by name, as the optimizer gets them in the last step, and the weights before it; their slices; the
@@ -534,7 +534,8 @@ def _steps(
     family, more = (FAMILIES | FALLBACKS).get(kind, (Qwen3Moe if experts else Qwen3Dense, {}))
     model = family(kernels=kernels, tie_word_embeddings=tied, **sizes | more)
     freezing = [FreezeAllButNorms()] if kind == "norms" else [FreezeFirstLayer()] if frozen else []
-    around = [feature(device=device) for feature in features]
+    ports = {"device": device, "mesh": mesh, "precision": precision}
+    around = [feature(**{name: ports[name] for name in ports.keys() & feature.__annotations__}) for feature in features]
     stages = MaterializedStages(
         model=model,
         dispatcher=_dispatcher(kind, kernels, mesh),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import attrs
 import torch
@@ -52,7 +53,7 @@ def _bytes_of(unit: ShardUnit) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(unit._storage)
 
 
-@attrs.define
+@attrs.define(eq=False)
 class Again:
     """A function's stand-in graph: computes again, and overwrites the first results."""
 
@@ -79,6 +80,7 @@ class Recorder:
     def __init__(self, may_read: bool) -> None:
         self.slots = self.recorded = self.running = 0
         self.may_read, self.memory = may_read, ShardMemory()
+        self.living: WeakSet[Again] = WeakSet()
 
     def new(self) -> Callable[[Callable[[], Any]], Again]:
         """Return a recorder for a slot."""
@@ -92,7 +94,9 @@ class Recorder:
         with nullcontext() if self.may_read else NoHostReads():
             outputs = run()
         self.memory.forget_values(before)
-        return Again(run, outputs, self.memory, before)
+        recorded = Again(run, outputs, self.memory, before)
+        self.living.add(recorded)
+        return recorded
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.float8.training import Float8Training
 from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.overlap.shard_copies import CopiedShards
 from drawloom.components.parallel import shard_transfers
 from drawloom.components.ports.model import TokenContext
 from drawloom.components.stages.materialized import MaterializedStages
@@ -37,6 +38,8 @@ class Case:
     length: int = 6
     steps: int = 1
     float8: dict[str, Any] | None = None
+    copied: bool = False
+    """Whether ranks copy shards from shared memory."""
 
     def rows(self, step: int, rank: int) -> Tensor:
         """Return one row (1, length) of tokens."""
@@ -55,7 +58,14 @@ def _stages(case: Case, processes: TorchProcesses, device: ComputeDevice, **sett
         device=device,
         precision=DtypePolicy(**case.precision),
         job=pipelines.Job(),
-        features=[] if case.float8 is None else [Float8Training(device=device, **case.float8)],
+        features=[
+            *([] if case.float8 is None else [Float8Training(device=device, **case.float8)]),
+            *(
+                [CopiedShards(mesh=mesh, precision=DtypePolicy(**case.precision))]
+                if case.copied and mesh.shard_group.size > 1
+                else []
+            ),
+        ],
         **settings,
     )
     stages.open()

@@ -148,19 +148,25 @@ def list_rows(ranks: int) -> list[Row]:
     half, symmetric = ranks // 2, ('dispatcher.use="experts.symmetric"',)
     room = (), ("dispatcher.capacity=1.25",), ("dispatcher.capacity=1.25", 'capture.use="pipeline.captured"')
     kept = ("stages.reshard_after_forward=false",)
-    captured = ('capture.use="pipeline.captured"',)
+    captured, copied = ('capture.use="pipeline.captured"',), ('copies.use="overlap.shard_copies"',)
     overlapped = ('overlap.use="overlap.tensor_products"', 'overlap.through="memory"')
     pipelined_in_v = ('schedule.use="pipeline.schedules.zero_bubble_v"',)
     rows = [
-        *(Row(small, {"data_shard": ranks}, 4, edits=edits) for edits in ((), captured, kept, (*kept, *captured))),
+        *(
+            Row(small, {"data_shard": ranks}, 4, edits=(*often, *edits))
+            for often in ((), kept)
+            for edits in ((), captured, (*captured, *copied))
+        ),
         *(Row(small, {"data_replicate": ranks}, 4, edits=edits) for edits in ((), captured)),
-        Row(large, {"data_shard": ranks}, 2),
-        Row(large, {"data_shard": ranks}, 2, edits=kept),
+        *(Row(large, {"data_shard": ranks}, 2, edits=edits) for edits in ((), copied, kept, (*kept, *copied))),
         *(Row(large, {"tensor": 2, "data_shard": half}, 4, edits=edits) for edits in ((), overlapped)),
         *(Row(small, {"context": ranks}, 1, 32_768, edits=edits) for edits in ((), captured)),
         *(Row(experts, {"data_shard": ranks, "expert": ranks}, 4, edits=(*kept, *symmetric, *edits)) for edits in room),
-        Row(large, {"data_shard": ranks}, 2, edits=('float8.use="float8.training"',)),
-        Row(large, {"data_shard": ranks}, 2, edits=LORA),
+        *(
+            Row(large, {"data_shard": ranks}, 2, edits=(*edits, *transfers))
+            for edits in (('float8.use="float8.training"',), LORA)
+            for transfers in ((), copied)
+        ),
         Row(large, {"context": ranks}, 1, 262_144, edits=LONG),
         Row(large, {"pipeline": 2, "data_shard": half}, 1, microbatches=8, edits=pipelined_in_v),
     ]
@@ -419,7 +425,7 @@ def _edits_on_one_gpu(row: Row) -> tuple[str, ...]:
     return tuple(
         edit
         for edit in row.edits
-        if not edit.startswith(("schedule", "dispatcher", "stages.reshard", "overlap", "capture"))
+        if not edit.startswith(("schedule", "dispatcher", "stages.reshard", "overlap", "capture", "copies"))
     )
 
 

@@ -13,6 +13,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.overlap.shard_copies import CopiedShards
 from drawloom.components.parallel import shard_unit
 from drawloom.components.parallel.fsdp import ShardedModule
 from drawloom.components.parallel.shard_transfers import start_sum
@@ -44,6 +45,7 @@ def _stages(
     reshard: bool | None,
     sync: bool = False,
     adapters: Sequence[Any] = (),
+    features: Sequence[Any] = (),
     **precision: Any,
 ) -> MaterializedStages:
     stages = MaterializedStages(
@@ -57,6 +59,7 @@ def _stages(
         reshard_after_forward=reshard,
         sync_each_microbatch=sync,
         adapters=list(adapters),
+        features=list(features),
     )
     stages.open()
     return stages
@@ -222,12 +225,13 @@ def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
     assert started == ["embedding", "block 0", "experts 0", "block 1", "head"]
 
 
-def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
+def _logits_after_a_change(reshard: bool, copied: bool) -> list[torch.Tensor]:
     """Return doubled weights' logits: without a gather before the change, and with an unused one."""
     all_logits = []
     with mesh_along("data_shard") as (mesh, device):
         for gathered in (False, True):
-            [stage] = (stages := _stages(mesh, device, reshard)).local
+            features = [CopiedShards(mesh=mesh, precision=DtypePolicy())] if copied else []
+            [stage] = (stages := _stages(mesh, device, reshard, features=features)).local
             shards: Any = stage.shards
             tokens = torch.arange(6).view(1, 6)
             context = TokenContext(tokens, torch.zeros_like(tokens))
@@ -243,11 +247,39 @@ def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
         return all_logits
 
 
-@pytest.mark.parametrize("reshard", [False, True])
-def test_unused_gathered_weights_are_dropped(reshard: bool) -> None:
+@pytest.mark.parametrize(("reshard", "copied"), [(False, False), (True, False), (True, True)])
+def test_unused_gathered_weights_are_dropped(reshard: bool, copied: bool) -> None:
     """If an evaluation leaves out a gathered layer, the next step computes with the new weights."""
-    for without, with_one in run_ranks(_logits_after_a_change, 2, reshard):
+    for without, with_one in run_ranks(_logits_after_a_change, 2, reshard, copied):
         assert without.equal(with_one)
+
+
+def _logits_after_an_update(copied: bool) -> list[torch.Tensor]:
+    """Return the logits of an evaluation before and after an update that leaves version numbers."""
+    with mesh_along("data_shard") as (mesh, device):
+        features = [CopiedShards(mesh=mesh, precision=DtypePolicy())] if copied else []
+        [stage] = (stages := _stages(mesh, device, True, features=features)).local
+        tokens = torch.arange(6).view(1, 6)
+        all_logits = []
+        for _ in range(2):
+            stages.cast_weights(only_if_changed=True)
+            context = TokenContext(tokens, torch.zeros_like(tokens))
+            logits = stage.module(tokens, context, lambda hidden, head: head.logits(hidden))
+            all_logits.append(logits.detach())
+            logits.sum().backward()
+            stages.move_gradients_to_masters()
+            for _, parameter in stages.named_parameters():
+                parameter.data.mul_(2)
+        return all_logits
+
+
+def test_an_evaluation_computes_with_updated_weights() -> None:
+    """Weights after a fused update, which sets no version number, are gathered and copied again."""
+    for gathered, copied in zip(
+        *(run_ranks(_logits_after_an_update, 2, copied) for copied in (False, True)), strict=True
+    ):
+        assert all(first.equal(second) for first, second in zip(gathered, copied, strict=True))
+        assert not gathered[0].equal(gathered[1])
 
 
 def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.float8.layers import Float8Message
 from drawloom.components.parallel import shard_transfers
-from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype, start_gather, start_sum
+from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype, start_sum
 from drawloom.kernels.float8.experts import pack_weights
 from support.joined import join_processes
 from support.processes import run_ranks
@@ -56,24 +56,6 @@ def _sum_gradients(small: int, dtype: torch.dtype) -> list[Tensor]:
         return [*torch.split(sums, [-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes])]
 
 
-def _gather_slices() -> list[Tensor]:
-    """Return a rank's gathered tensors, from slices in another dtype, uneven ones and an empty one among them."""
-    with join_processes() as (processes, _):
-        ranks = processes.world_size
-        wholes = _gradients(0, torch.float64)
-        gathered = [torch.empty(ranks * -(-len(whole) // ranks), *whole.shape[1:]) for whole in wholes]
-        slices = [slice_of(whole, processes.rank, ranks).contiguous() for whole in wholes]
-        start_gather(slices, [output.view(-1) for output in gathered], dist.group.WORLD).wait()
-        return [output[: len(whole)] for output, whole in zip(gathered, wholes, strict=True)]
-
-
-def test_slices_are_gathered_in_the_dtype_of_layers() -> None:
-    """Every rank gets all rows, cast once, whether or not the ranks divide them evenly."""
-    for gathered in run_ranks(_gather_slices, 3):
-        for mine, whole in zip(gathered, _gradients(0, torch.float64), strict=True):
-            assert torch.equal(mine, whole.float())
-
-
 @pytest.mark.parametrize("small", [0, 16, 2**20])
 def test_sums_are_rounded_once(small: int) -> None:
     """Ranks get their slices' float32 sums over all ranks, rounded to bfloat16, sent alone or packed."""
@@ -96,18 +78,22 @@ def test_wide_gradients_are_summed(small: int) -> None:
             torch.testing.assert_close(mine[: len(expected)], expected)
 
 
-@pytest.mark.parametrize(("small", "by_block"), [(0, False), (200, False), (0, True)])
+@pytest.mark.parametrize(
+    ("small", "by_block", "copied"), [(0, False, False), (200, False, False), (0, True, False), (200, True, True)]
+)
 @pytest.mark.parametrize(
     ("precision", "close"),
     [({"parameter": "bfloat16"}, 0.0), ({"compute": "bfloat16", "uncast": []}, 1e-6)],
     ids=["bfloat16", "mixed"],
 )
-def test_shards_compute_like_whole_weights(precision: dict[str, Any], close: float, small: int, by_block: bool) -> None:
+def test_shards_compute_like_whole_weights(
+    precision: dict[str, Any], close: float, small: int, by_block: bool, copied: bool
+) -> None:
     """
     Logits are bitwise equal to one process's, and gradients to the float32 sums over the ranks' rows, rounded once in
-    bfloat16. This holds for weights gathered by a program, by a forward, and block by block.
+    bfloat16. This holds for weights gathered by a program, by a forward, block by block, and from shared memory.
     """
-    case = Case(SIZES, precision, steps=2)
+    case = Case(SIZES, precision, steps=2, copied=copied)
     key = str(precision)
     if key not in _wholes:
         [_wholes[key]] = run_ranks(alone, 1, case, 3)
@@ -134,10 +120,10 @@ def _message_count(case: Case, by_block: bool) -> tuple[Any, list[int]]:
         return on_shards(case, 0, by_block), sizes
 
 
-@pytest.mark.parametrize("by_block", [False, True])
-def test_weights_in_float8_halve_messages_and_change_no_result(by_block: bool) -> None:
+@pytest.mark.parametrize(("by_block", "copied"), [(False, False), (True, False), (True, True)])
+def test_weights_in_float8_halve_messages_and_change_no_result(by_block: bool, copied: bool) -> None:
     """Layers in float8 compute the same logits from weights gathered in float8."""
-    case = Case(WIDE, {"parameter": "bfloat16"}, steps=2, float8={"gather": True})
+    case = Case(WIDE, {"parameter": "bfloat16"}, steps=2, float8={"gather": True}, copied=copied)
     [whole] = run_ranks(alone, 1, case, 2)
     results = run_ranks(_message_count, 2, case, by_block)
     assert_same([outputs for outputs, _ in results], whole, atol=2e-2, rtol=2e-2)

@@ -1,7 +1,8 @@
 """Recorded and replayed passes: a stand-in for CUDA graphs repeats the recorded computation."""
 
+import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from drawloom.components.overlap.shard_copies import CopiedShards
 from drawloom.components.pipeline.captured import CapturedPasses, GradientSums
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.data import TokenBatch
@@ -29,10 +31,16 @@ def recorder() -> Iterator[Recorder]:
         yield graph_recorder
 
 
-def steps(cases: list[pipelines.Case], capture: bool, lengths: tuple[int, int] = (6, 0), **how: Any) -> Any:
-    """Return the results of the last of three steps."""
+def steps(
+    cases: list[pipelines.Case],
+    capture: bool,
+    lengths: tuple[int, int] = (6, 0),
+    around: Sequence[Any] = (),
+    **how: Any,
+) -> Any:
+    """Return the results of the last of three steps, with the features `around` if they are recorded."""
     how = {"dtypes": {"parameter": "float32"}, "step_count": 3, "layers": 4, **how}
-    return pipelines.steps(cases, lengths=lengths, features=[CapturedPasses] if capture else [], **how)
+    return pipelines.steps(cases, lengths=lengths, features=[*around, CapturedPasses] if capture else [], **how)
 
 
 def assert_same(actual: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -108,12 +116,13 @@ def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, how: dict[
         ({"sizes": {"data_replicate": 2}}, CASES[2:4]),
         ({"sizes": {"data_shard": 2}}, [*CASES[:3], ("gpipe", 2, False, False, "measured")]),
         ({"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}, CASES[:3]),
+        ({"sizes": {"data_shard": 2}, "around": [CopiedShards]}, CASES[:1]),
         ({"sizes": {"data_shard": 2}, "lengths": (4, 1)}, CASES[:1]),
         ({"sizes": {"context": 2}}, CASES[:3]),
         ({"sizes": {"tensor": 2}}, CASES[:3]),
         ({"sizes": {"data_shard": 2, "expert": 2}, "experts": 4}, [("gpipe", 4, False, False, "symmetric")]),
     ],
-    ids=["pipeline", "replicas", "shards", "gathered once", "several lengths", "context", "tensor", "experts"],
+    ids=["pipeline", "replicas", "shards", "once", "copies", "several lengths", "context", "tensor", "experts"],
 )
 def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(
     how: dict[str, Any], cases: list[pipelines.Case]
@@ -133,8 +142,11 @@ def test_microbatches_in_flight_have_slots_of_their_own(recorder: Recorder) -> N
     assert (recorder.slots - 1, recorder.recorded - 2) == (4, 8)
 
 
-def test_more_room_for_experts_is_recorded_anew(recorder: Recorder) -> None:
-    """A graph has the room for rows of its recording, so graphs of steps before the growth are not used again."""
+def test_more_room_for_experts_is_recorded_anew(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    A graph has the room for rows of its recording, so graphs of steps before the growth are not used again, and are
+    freed although runners of those steps live: the end of a communicator waits for graphs that refer to it.
+    """
     room = iter([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])
 
     class Growing:
@@ -150,8 +162,18 @@ def test_more_room_for_experts_is_recorded_anew(recorder: Recorder) -> None:
     def feature(device: Any) -> CapturedPasses:
         return CapturedPasses(device=device, limits=Every(dispatcher=Growing()))
 
+    runners, living, wrap = [], [], CapturedPasses._wrap
+
+    def keep_runner(*arguments: Any) -> Any:
+        runners.append(wrap(*arguments))
+        gc.collect()  # a stand-in refers to itself
+        living.append(len(recorder.living))
+        return runners[-1]
+
+    monkeypatch.setattr(CapturedPasses, "_wrap", keep_runner)
     pipelines.steps([("gpipe", 1, False, False, "plain")], step_count=6, layers=2, features=[feature])
     assert (recorder.slots, recorder.recorded) == (2, 4)
+    assert living[:6] == [0, 2, 2, 0, 2, 2]
 
 
 def test_other_shapes_run_and_are_logged_once(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
