@@ -2,7 +2,7 @@
 Attention whose result for a query has the same bits in every batch, at every length and with a cache, in Triton.
 
 A program has some queries for the heads sharing keys, and adds up blocks of keys, aligned by position, in ascending
-order, with the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867. The tile does not depend on how
+order, with the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867. A query's bits do not depend on how
 many rows, queries and keys there are, and a hidden key changes no bit. There is no backward kernel: another
 implementation differentiates, from the same inputs.
 """
@@ -22,13 +22,15 @@ from drawloom.kernels.triton.primitives import (
     cdiv,
     check_floats,
     contiguous_last_dim,
-    has_large_shared_memory,
     load_or_zero,
     next_power_of_2,
 )
 
-QUERIES = 64
-"""A tile's rows, for all heads in a group."""
+QUERIES, NEW_QUERIES = 64, 16
+"""A tile's rows, for all heads in a group; few new tokens have the smaller tile, with the same bits."""
+
+UNIT = tl.constexpr(2.0**24)
+"""Weights are added up as integers in these units: sums of floats depend on their order, which the tile determines."""
 
 MAX_CHANNEL_BYTES = 512
 """A key's bytes up to which two blocks with 64 keys and values fit into shared memory; wider keys have 32."""
@@ -148,7 +150,8 @@ def _attend(
     (rows, length, heads, head_dim), keys, kv_heads, v_dim = q.shape, k.shape[1], k.shape[2], v.shape[3]
     group, head_block, v_block = heads // kv_heads, max(16, next_power_of_2(head_dim)), max(16, next_power_of_2(v_dim))
     is_wide = max(head_block, v_block) * q.itemsize > MAX_CHANNEL_BYTES
-    _block_attention_kernel[(cdiv(length * group, QUERIES), rows * kv_heads)](
+    tile = NEW_QUERIES if length * group <= NEW_QUERIES else QUERIES
+    _block_attention_kernel[(cdiv(length * group, tile), rows * kv_heads)](
         q,
         k,
         v,
@@ -171,11 +174,10 @@ def _attend(
         HEAD_BLOCK=head_block,
         V_BLOCK=v_block,
         CAPPED=softcap > 0,
-        QUERIES=QUERIES,
+        QUERIES=tile,
         KEYS=32 if is_wide else 64,
         num_warps=4,
-        # A new token's query has few blocks: their loads begin together, where two programs still share a processor.
-        num_stages=1 if is_wide else 3 if has_large_shared_memory(q.device) else 2,
+        num_stages=1 if is_wide else 2,
     )
 
 
@@ -230,7 +232,8 @@ def _block_attention_kernel(
         scores = tl.where(visible & is_key[None, :], scores, MASKED)
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights, kept = tl.exp(scores - new_largest[:, None]), tl.exp(largest - new_largest)
-        total = total * kept + tl.sum(weights, 1)
+        units = tl.sum((weights * UNIT + 0.5).to(tl.int32), 1)
+        total = total * kept + units.to(tl.float32) / UNIT
         value_at = v + row * v_row + head * v_head + far * v_position + v_channel
         values = load_or_zero(value_at, is_key[:, None] & (v_channel < V_DIM))
         mixed = tl.dot(weights.to(values.dtype), values, mixed * kept[:, None], input_precision="ieee")

@@ -118,7 +118,7 @@ def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, how: dict[
         ({"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}, CASES[:3]),
         ({"sizes": {"data_shard": 2}, "around": [CopiedShards]}, CASES[:1]),
         ({"sizes": {"data_shard": 2}, "lengths": (4, 1)}, CASES[:1]),
-        ({"sizes": {"context": 2}}, CASES[:3]),
+        ({"sizes": {"context": 2}}, [*CASES[:3], CASES[4]]),
         ({"sizes": {"tensor": 2}}, CASES[:3]),
         ({"sizes": {"data_shard": 2, "expert": 2}, "experts": 4}, [("gpipe", 4, False, False, "symmetric")]),
     ],
