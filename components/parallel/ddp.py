@@ -89,13 +89,13 @@ class ReplicatedModule:
         self._reduces = False
         self.sums.wait_and_write_sums()
 
-    def _hook_block_gradient_sum(self, index: int, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _hook_block_gradient_sum(self, index: int, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """
         Before a block's forward pass, hook its input: once the input's gradient exists, the block's weight gradients
         are sent.
         """
-        # The first block of a stage, or a block after frozen blocks, is sent at the end of the step.
-        call_when_gradients_are_final(inputs, partial(self._send_block_gradients, index))
+        # A block after frozen blocks is sent at the end of the step.
+        return call_when_gradients_are_final(inputs, partial(self._send_block_gradients, index))
 
     def _send_block_gradients(self, index: int, _grad: Tensor) -> None:
         """Send a block's gradients, if this backward pass is the step's last."""

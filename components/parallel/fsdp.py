@@ -192,7 +192,7 @@ class ShardedModule:
         self.root.gather()
         self._start_block_gather(0)
 
-    def _gather_block(self, index: int, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _gather_block(self, index: int, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """
         Before a block's forward pass, gather its parameters, and start to gather the next block while this one
         computes. Once the gradient of the block's input exists, its weights' gradients are final.
@@ -200,7 +200,7 @@ class ShardedModule:
         for unit in self.blocks[index]:
             unit.gather()
         self._start_block_gather(index + 1)
-        call_when_gradients_are_final(inputs, partial(self._end_block_backward, index))
+        return call_when_gradients_are_final(inputs, partial(self._end_block_backward, index))
 
     def _free_block_after_forward(self, index: int, _block: nn.Module, _inputs: Any, outputs: Any) -> None:
         """After a block's forward pass, free its parameters, and let its backward pass gather them again."""
@@ -245,13 +245,13 @@ class ShardedModule:
         for unit in self.blocks[index] if index < len(self.blocks) else self.heads:
             unit.start_gather()
 
-    def _gather_head(self, unit: ShardUnit, _head: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _gather_head(self, unit: ShardUnit, _head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before a head's forward pass, gather its parameters; its gradient is final before its input's exists."""
         unit.gather()
-        call_when_gradients_are_final(inputs, partial(self._end_head_backward, unit))
+        return call_when_gradients_are_final(inputs, partial(self._end_head_backward, unit))
 
     def _gather_and_finish_with_head(self, unit: ShardUnit, finish_with_head: Any, hidden: Any, finish: Any) -> Any:
-        self._gather_head(unit, self.module, (hidden,))
+        (hidden,) = self._gather_head(unit, self.module, (hidden,))
         return finish_with_head(hidden, finish)
 
     def _end_head_backward(self, unit: ShardUnit, _grad: Tensor) -> None:

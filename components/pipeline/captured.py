@@ -110,6 +110,7 @@ class CudaRecord:
             except BaseException:
                 with suppress(RuntimeError):  # which says only that there was an error
                     graph.capture_end()
+                graph.reset()  # a communicator would not end while the traceback refers to it
                 raise
             graph.capture_end()
         return CudaGraph(graph, outputs)

@@ -24,13 +24,8 @@ CASES: list[pipelines.Case] = [
 ]
 
 
-SYMMETRIC: list[pipelines.Case] = [("gpipe", 4, False, False, "symmetric")]
-
-
 def choose_cases(how: dict[str, Any]) -> list[pipelines.Case]:
     """Return the cases of a mesh; context ranks return no hidden states, since each has a part of a row."""
-    if "experts" in how:
-        return SYMMETRIC
     return [case for case in CASES if case[-1] != "states" or "context" not in how.get("sizes", {})]
 
 
@@ -57,7 +52,6 @@ def _steps(cases: list[pipelines.Case], how: dict[str, Any]) -> list[dict[str, A
         (2, {"sizes": {"data_shard": 2}}),
         (2, {"sizes": {"context": 2}}),
         (2, {"sizes": {"tensor": 2}}),
-        (2, {"sizes": {"data_shard": 2, "expert": 2}, "experts": 4}),
         (2, {"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}),
         (2, {"sizes": {"data_shard": 2}, "features": [CopiedShards]}),
     ],
@@ -87,6 +81,12 @@ EXPERTS = (
 )
 
 
+EXPERTS_OF_TWO = (
+    *(*EXPERTS, "mesh.data_shard=2", "mesh.expert=2", "device.share=true"),
+    *("dispatcher.use=experts.symmetric", "dispatcher.capacity=2.0"),
+)
+
+
 HYBRID = (
     *("model.use=model.qwen3_5", "model.num_hidden_layers=4", "model.partial_rotary_factor=0.5"),
     *("model.linear_key_head_dim=32", "model.linear_value_head_dim=32", "model.linear_num_key_heads=2"),
@@ -99,19 +99,21 @@ HYBRID = (
     [
         (),
         EXPERTS,
+        EXPERTS_OF_TWO,
         HYBRID,
         ("stages.recompute=selective",),
         ("schedule.use=pipeline.schedules.zero_bubble_1p",),
         ("compile.use=stages.compiled",),
     ],
-    ids=["dense", "experts", "hybrid", "recompute", "split", "compiled"],
+    ids=["dense", "experts", "experts of two ranks", "hybrid", "recompute", "split", "compiled"],
 )
 def test_run_with_cuda_graphs_has_the_same_losses(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Eight steps in mixed precision have the same losses and norms to bfloat16's rounding."""
     write_corpus(tmp_path)
     for name in ("graphs", "kernels"):
         capture = ["capture.use=pipeline.captured"] * (name == "graphs")
-        outcome = drawloom_run(tmp_path, *COMMON, *KERNELS, *words, f"run.name={name}", *capture)
+        processes = 2 if words == EXPERTS_OF_TWO else 1
+        outcome = drawloom_run(tmp_path, *COMMON, *KERNELS, *words, f"run.name={name}", *capture, processes=processes)
         assert outcome.code == 0, outcome.text
         # torch's compiler prints its own warnings.
         assert "compile.use=stages.compiled" in words or "arning" not in outcome.text, outcome.text

@@ -109,6 +109,9 @@ def use_recorder(may_read: bool = True) -> Iterator[Recorder]:
         if isinstance(shards := graphs.runner.stage.shards, ShardedModule):
             recorder.memory.units |= dict.fromkeys(unit for unit in shards.units if unit.parameters)
         record_pass(graphs, operation)
+        if isinstance(shards, ShardedModule) and shards.gathers_per_block:
+            # A later graph would read them where this one has gathered them, and other graphs may run in between.
+            assert {unit.state for block in shards.blocks for unit in block} <= {"freed"}
 
     with (
         mock.patch.object(CapturedPasses, "_new_record", recorder.new),
