@@ -22,7 +22,6 @@ from drawloom.ports import (
     Group,
     MemoryKind,
     Mesh,
-    Pending,
     Precision,
     StageFeature,
     StageNodes,
@@ -64,8 +63,9 @@ class CopiedShards(StageFeature):
     def change_shards(self, shards: Sequence[Any]) -> None:
         """Publish all units' slices, and let units copy other ranks'."""
         names = ("expert_shard",) if self.mesh.sizes.expert > 1 else ()
+        groups: list[Any] = [self.mesh.shard_group, *map(self.mesh.group, names)]
         all_units = [unit for module in shards for unit in module.units if unit.parameters]
-        for group in (self.mesh.shard_group, *map(self.mesh.group, names)):
+        for group in groups:
             if not (units := [unit for unit in all_units if unit.groups.shards == group.handle]):
                 continue
             self.published.append(slices := PublishedSlices(group, units))
@@ -161,7 +161,7 @@ class SharedParts:
         for unit in units:
             unit.exchange_parts = self.exchange
 
-    def exchange(self, tensors: Sequence[Tensor], _group: Any) -> tuple[Sequence[Tensor], Sequence[Pending]]:
+    def exchange(self, tensors: Sequence[Tensor], _group: Any) -> tuple[Sequence[Tensor], Sequence[Any]]:
         """Start to copy the other ranks' parts for this rank; see `ExchangeParts`."""
         own, begin = self.group.rank, self._turn % 2 * self._slot_bytes
         self._turn += 1

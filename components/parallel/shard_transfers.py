@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.kernels.gradients.eager import sum_parts
-from drawloom.ports import Pending, Precision
+from drawloom.ports import Precision
 
 PACKED_BELOW_BYTES = 2**23
 """
@@ -68,14 +68,14 @@ def cast_and_pad(slices: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dt
     return flat
 
 
-ExchangeParts = Callable[[Sequence[Tensor], Any], tuple[Sequence[Tensor], Sequence[Pending]]]
+ExchangeParts = Callable[[Sequence[Tensor], Any], tuple[Sequence[Tensor], Sequence[Any]]]
 """
 Function that starts to exchange tensors (ranks, n), by receiving rank, in a torch group. It returns the other ranks'
 parts for this rank, (ranks - 1, n) in rank order by tensor, and what to wait for.
 """
 
 
-def send_parts(tensors: Sequence[Tensor], group: Any) -> tuple[Sequence[Tensor], Sequence[Pending]]:
+def send_parts(tensors: Sequence[Tensor], group: Any) -> tuple[Sequence[Tensor], Sequence[Any]]:
     """Send every other rank its parts, in one launch."""
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     received = [parts.new_empty(len(peers), parts.shape[1]) for parts in tensors]
@@ -178,7 +178,7 @@ class _Exchange:
     sums: Tensor
     messages: Sequence[_Message]
     received: Sequence[Tensor]
-    works: Sequence[Pending]
+    works: Sequence[Any]
     rank: int
 
     @torch.no_grad()

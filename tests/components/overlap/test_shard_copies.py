@@ -68,4 +68,4 @@ def test_plans_count_the_shared_memory(precision: dict[str, Any]) -> None:
 def test_recipes_without_shards_are_refused(words: tuple[str, ...], why: str | None) -> None:
     """Recipes without shards, and runs that survive losses, are refused with the reason."""
     problems = drawloom.Recipe.load("first_run", "copies.use=overlap.shard_copies", *words).graph.problems
-    assert [why in str(problem) for problem in problems] == ([True] if why else []), problems
+    assert [why is not None and why in str(problem) for problem in problems] == [True] * (why is not None), problems
