@@ -74,14 +74,14 @@ class CopiedShards(StageFeature):
                 self._bytes += SharedParts(group, trained).memory.parts[0].nbytes
 
     def place_on_meta(self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
-        """Count the bytes of published slices, and of two slots for a unit's gradients if they travel in 16 bits."""
+        """Count the bytes of published slices, and of a unit's gradients for other ranks if they travel in 16 bits."""
         ranks = self.mesh.shard_group.size
         message = choose_gradient_message_dtype(self.precision, replicas=self.mesh.sizes.data_replicate > 1)
         for module in modules:
             inside = set(module.modules())
             published = sum(parameter.numel() for parameter in module.parameters()) // ranks
             unit = count_largest_unit(module, [block for block in blocks if block in inside])
-            sent = 2 * unit * (ranks - 1) // ranks * message.itemsize if message.itemsize == 2 else 0
+            sent = unit * (ranks - 1) // ranks * message.itemsize if message.itemsize == 2 else 0
             self._bytes += published * self.precision.compute.itemsize + sent
 
     def change_device_bytes(self, sizes: MutableMapping[MemoryKind, int]) -> None:
@@ -145,30 +145,23 @@ class PublishedSlices:
 
 
 class SharedParts:
-    """
-    Gradients that ranks copy from one another, in two slots in turn.
-
-    A rank writes to a slot again only after the other slot's barrier, and before that barrier all ranks have read the
-    first slot.
-    """
+    """Gradients that ranks copy from one another, one unit's at a time."""
 
     def __init__(self, group: Group, units: Sequence[ShardUnit]) -> None:
         self.group = group
-        self._slot_bytes = max(map(_count_sent_bytes, units))
-        self.memory = group.allocate_symmetric_memory(2 * self._slot_bytes)
-        self._turn = 0
+        self.memory = group.allocate_symmetric_memory(max(map(_count_sent_bytes, units)))
         self._stream = CopyStream(group.device)
         for unit in units:
             unit.exchange_parts = self.exchange
 
     def exchange(self, tensors: Sequence[Tensor], _group: Any) -> tuple[Sequence[Tensor], Sequence[Any]]:
         """Start to copy the other ranks' parts for this rank; see `ExchangeParts`."""
-        own, begin = self.group.rank, self._turn % 2 * self._slot_bytes
-        self._turn += 1
+        own = self.group.rank
         received = [parts.new_empty(len(parts) - 1, parts.shape[1]) for parts in tensors]
-        slots = [[*_view_slots(part[begin:], received)] for part in self.memory.parts]
+        slots = [[*_view_slots(part, received)] for part in self.memory.parts]
 
         def copy() -> None:
+            self.memory.barrier()  # no rank reads the last unit's parts any more
             for parts, slot in zip(tensors, slots[own], strict=True):
                 slot[:own].copy_(parts[:own])
                 slot[own:].copy_(parts[own + 1 :])

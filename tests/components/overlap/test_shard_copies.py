@@ -51,7 +51,7 @@ def _count_bytes(precision: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("precision", [{}, {"parameter": "bfloat16"}], ids=["float32", "bfloat16"])
 def test_plans_count_the_shared_memory(precision: dict[str, Any]) -> None:
-    """A plan counts the bytes that a run allocates, with slots for gradients if they travel in 16 bits."""
+    """A plan counts the bytes that a run allocates, with room for gradients if they travel in 16 bits."""
     for allocated, planned in run_ranks(_count_bytes, 2, precision):
         assert planned == pytest.approx(allocated, rel=0.02)
 
