@@ -1,7 +1,7 @@
 """Prompts for answers by a chat template."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -86,3 +86,14 @@ def test_threads_encode_their_own_messages(tmp_path: Path) -> None:
         alone = [prompts.encode_message_after_answer(message).tolist() for message in messages]
         together = threads.map(prompts.encode_message_after_answer, messages)
         assert [ids.tolist() for ids in together] == alone
+
+
+def test_a_role_that_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    """A template without the tool's messages can't go on after a call; the check leaves no process."""
+    for template, roles in ((BRACKETS, {"tool"}), (TOOLS, set()), ("{{ messages[0].content }}", {"tool", "user"})):
+        tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "tokenizer", template))
+        for role in ("tool", "user"):
+            prompts = TemplatePrompts(tokenizer=tokenizer)
+            with pytest.raises(UserError, match="the chat template") if role in roles else nullcontext():
+                prompts.check_role_after_answer(role)
+            assert not prompts.get_or_create_chat_template(tokenizer).has_rendered
