@@ -84,7 +84,8 @@ def create_causal_document_mask_of_runs(ids: Tensor, window: int | None) -> Tens
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_in_trees_equals_eager() -> None:
+@given(_=seeds)
+def test_flex_attention_in_trees_equals_eager(_: Any) -> None:
     """With a softcap and sinks, or without, attention by blocks equals attention by a dense mask."""
     ids = draw_texts().tree.document_ids
     q, k, v = (torch.randn(2, ids.shape[1], heads, 8) for heads in (4, 2, 2))
