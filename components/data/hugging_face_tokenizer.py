@@ -31,7 +31,7 @@ MODEL_FILES = ("generation_config.json", "config.json")
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 ENCODING = threading.Lock()
-"""Held while a text is encoded: whether control tokens are read in it is a state of the tokenizer."""
+"""Lock for encoding: a flag on the tokenizer says whether control tokens in a text are read."""
 
 log = logging.getLogger("drawloom.data")
 

@@ -50,7 +50,9 @@ class TemplatePrompts(PromptRenderer):
         finally:
             self.close()
         if PROBE not in self.tokenizer.decode(ids.tolist()):
-            raise UserError(f"the chat template leaves a message of the role {role} out after an answer; use another")
+            raise UserError(
+                f"the chat template leaves out a message with the role {role} after an answer; use another template"
+            )
 
     @property
     def _chat_tokenizer(self) -> ChatTokenizer:

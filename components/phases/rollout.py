@@ -159,7 +159,7 @@ class Rollout:
         return RowGrowth(node.settings["group_size"], _get_sampler_setting(node, "max_tokens", 0))
 
     def check_before_open(self) -> None:
-        """Raise UserError if one of the first examples lacks a reward's key, or does not suit the sampler."""
+        """Raise UserError if an example, among the first, lacks a reward's key or does not suit the sampler."""
         first: list[Example] = []
         for examples in self.prompts.values():
             if isinstance(examples, ReadableBeforeOpen):
@@ -303,7 +303,7 @@ class Rollout:
 
 
 def _get_sampler_setting(node: NodeView, key: str, default: int) -> int:
-    """Return a setting of the sampler that samples, which others may surround."""
+    """Return a setting from the innermost sampler."""
     sampler = node.neighbour("rollouts")
     while sampler and sampler.neighbour("sampler"):
         sampler = sampler.neighbour("sampler")

@@ -1,4 +1,4 @@
-"""Beginnings that completions share in the learning pass."""
+"""Beginnings shared by completions in the learning pass."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from drawloom.ports import Executor, Mesh, PolicyBatch, Scored, Step, find_shari
 @component(reads=("rollouts",), changes=("batches",))
 class SharedPrefixes:
     """
-    Tree layout for completions: the learning pass computes a prompt, and turns that several completions share, once.
+    Tree layout for completions: the learning pass computes a prompt, and turns shared by several completions, once.
 
     Completions share the tokens up to the first other id, or other route from a server; each has its own sampled
     log-probabilities and advantage for them. Losses, gradients and metrics are as with separate rows, except for
@@ -49,7 +49,7 @@ class SharedPrefixes:
 
 
 def _merge_beginnings(batch: PolicyBatch, scored: Scored) -> PrefixGroups:
-    """Return a microbatch's completions as groups that share beginnings."""
+    """Merge the common beginnings in a microbatch's groups."""
     routes = scored.completions.routes
     values = [batch.tokens] if routes is None else [batch.tokens, routes]
     return PrefixGroups.merge(values, batch.weights > 0, scored.group_size)

@@ -179,7 +179,7 @@ class ChatPrompts(Protocol):
         ...
 
     def check_role_after_answer(self, role: str) -> None:
-        """Raise UserError if no message of this role can follow an answer. Leaves nothing open."""
+        """Raise UserError if no message with this role can follow an answer. Leaves nothing open."""
         ...
 
 

@@ -51,13 +51,13 @@ class Conversation:
     faults: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(FAULTS, 0))
 
     def ask(self, environment: Environment, example: Example, text: str) -> Reply:
-        """Return the reply to a turn, the first of which starts the conversation."""
+        """Return the reply to a turn; the first one starts the conversation."""
         if self.episode is None:
             self.episode = environment.reset(example)
         return self.episode.step(text)
 
     def add(self, reply: Reply) -> None:
-        """Add a reply's reward and faults. Raises ValueError for a reward that is not finite."""
+        """Add a reply's reward and faults. Raises ValueError unless the reward is finite."""
         if reply.reward is not None:
             if not math.isfinite(reply.reward):
                 raise ValueError(f"the reward is {reply.reward}")
@@ -101,7 +101,7 @@ class RunningTurns:
             return None
 
     def _reply(self, conversation: Conversation, example: Example, text: str) -> list[int] | None:
-        """Return the ids of the environment's message, or None if the conversation is over."""
+        """Return the ids for the environment's message, or None if the conversation is over."""
         ask = partial(conversation.ask, self.rollouts.environment, example, text)
         waiting, seconds = submit_in_new_thread("turn", ask), self.rollouts.seconds
         if not wait([waiting], seconds).done:
@@ -129,7 +129,7 @@ class TurnRollouts:
 
     The sampler's `max_tokens` are for a whole conversation, messages included; a longer conversation is cut after its
     last turn, or inside it. The policy learns from its own tokens only, all with the trajectory's advantage. Faults
-    never end a run: they are counted by kind. An error of the environment ends its conversation, and a cut conversation
+    never end a run: they are counted by kind. An environment's error ends its conversation, and a cut conversation
     is truncated, like a completion at the maximum length.
     """
 
@@ -139,7 +139,7 @@ class TurnRollouts:
     mesh: Mesh
     prompts: ChatPrompts | None = wired(default=None)
     max_turns: int = setting("turns after which a conversation is cut", default=8, check=between(1, 10_001))
-    seconds: float = setting("time limit for a reply of the environment", default=600.0, check=above(0))
+    seconds: float = setting("time limit for an environment's reply", default=600.0, check=above(0))
     _copy: Group = internal(None)
 
     @property
@@ -148,7 +148,7 @@ class TurnRollouts:
         return self.sampler.temperature
 
     def check_before_open(self) -> None:
-        """Raise UserError if the chat template leaves out messages of the environment."""
+        """Raise UserError if the chat template leaves out the environment's messages."""
         if self.prompts is not None:
             self.prompts.check_role_after_answer("tool" if self.environment.tool_schemas else "user")
 

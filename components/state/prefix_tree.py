@@ -1,8 +1,8 @@
 """
-Layout for texts that share beginnings: packed rows in which a shared token is computed once.
+Layout for texts with common beginnings: packed rows in which a shared token is computed once.
 
-In the order of their ids, texts are a depth-first walk through their trie: each one continues the text before it behind
-their common beginning. So a token's readers end where the first text begins that branches off before this token.
+Sorted by their ids, texts are a depth-first walk through their trie: each one continues the text before it behind their
+common beginning. So a token's readers end where a text begins that branches off before this token.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,10 +23,10 @@ class SharedText(NamedTuple):
 
 class PackedTexts(NamedTuple):
     """
-    Texts in a packed row: its tokens' indices in the flattened texts, `sources`, and the ends of their readers,
+    Texts in a packed row: its tokens have the indices `sources` in the flattened texts, and are read before
     `reader_ends`, both int64 (tokens,).
 
-    `slots` are the texts' own tokens in the row, int64 (length,) by text.
+    `slots` are a text's tokens in the row, int64 (length,) by text.
     """
 
     sources: Tensor
@@ -35,7 +35,7 @@ class PackedTexts(NamedTuple):
 
 
 def pack_texts(texts: Iterable[SharedText]) -> PackedTexts:
-    """Pack texts, each of which continues the text before it behind the shared tokens."""
+    """Pack texts; each one continues the text before it behind the shared tokens."""
     sources, reader_ends, slots = torch.arange(0), torch.arange(0), [torch.arange(0)]
     for first, length, shared in texts:
         begin, end = len(sources), len(sources) + length - shared
@@ -48,7 +48,7 @@ def pack_texts(texts: Iterable[SharedText]) -> PackedTexts:
 
 
 def count_common_tokens(one: Tensor, other: Tensor) -> int:
-    """Count the equal tokens at the beginning of two texts, (length, ...) with at least one token."""
+    """Count the equal tokens at two texts' beginnings, (length, ...) with at least one token."""
     length = min(len(one), len(other))
     is_equal = (one[:length] == other[:length]).reshape(length, -1).all(1)
     return int(is_equal.long().cumprod(0).sum())
@@ -67,7 +67,7 @@ class TreeRows(NamedTuple):
 
 
 def create_tree_rows(packed: Sequence[PackedTexts], width: int) -> TreeRows:
-    """Pad rows of packed texts to `width` tokens."""
+    """Pad packed rows to `width` tokens."""
     sources, padding = (
         torch.zeros(len(packed), width, dtype=torch.int64),
         torch.ones(len(packed), width, dtype=torch.bool),
@@ -85,10 +85,10 @@ class PrefixTree(NamedTuple):
     Layout for texts (rows, length) in trees, one tree per packed row.
 
     `sources`, int64 (trees, width), are the packed tokens' indices in the flattened texts, and `document_ids`, int64
-    (trees, width), tell who sees them; `padding`, bool (trees, width), is true where there is no token. `trained`,
-    int64 (tokens,), are the indices in the flattened trees of tokens with a target, and `origins`, int64 (tokens,),
-    their indices in the flattened texts, of one text for a shared token. `targets`, int64 (targets,), are the indices
-    of all texts' targets, and `copies`, int64 (targets,), their indices in `trained`.
+    (trees, width), tell who sees them; `padding`, bool (trees, width), is true where there is no token. Tokens with a
+    target have the indices `trained`, int64 (tokens,), in the flattened trees, and `origins`, int64 (tokens,), in one
+    text that has them. All texts' targets have the indices `targets`, int64 (targets,), in the flattened texts, and
+    `copies`, int64 (targets,), in `trained`.
     """
 
     sources: Tensor
@@ -120,10 +120,10 @@ class PrefixTree(NamedTuple):
 
 class PrefixGroups(NamedTuple):
     """
-    Groups of texts that share beginnings, in the order of their trie; `is_target` is bool (rows, length).
+    Groups with common beginnings, sorted as in their trie; `is_target` is bool (rows, length).
 
-    A text ends at its last target; without one it is left out. Texts share a token if the next one is equal, too, so
-    that a shared token has the same target in all of them.
+    A text ends at its last target; without one it is left out. Texts share a token if the next one is equal, too: then
+    it has one target in all texts.
     """
 
     is_target: Tensor
@@ -164,7 +164,7 @@ class PrefixGroups(NamedTuple):
         targets = has_target.nonzero()[:, 0] if has_target.any() else torch.zeros(1, dtype=torch.int64)
         trained, copies = torch.unique(slots[targets], return_inverse=True)
         origins = torch.empty_like(trained).scatter(0, copies, targets)
-        return PrefixTree(rows.sources, rows.document_ids, rows.padding, trained, origins, targets, copies)
+        return PrefixTree(**rows._asdict(), trained=trained, origins=origins, targets=targets, copies=copies)
 
 
 MIN_WIDTH_STEP = 16

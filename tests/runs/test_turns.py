@@ -159,9 +159,9 @@ def test_ratios_of_conversations_are_exactly_1_on_meshes(lab: Path, kernels: str
 
 def test_shared_beginnings_change_no_gradient_on_any_mesh(lab: Path) -> None:
     """
-    Conversations that share prompts and turns have the losses and gradients of separate rows in float64, on every mesh.
+    Conversations that share prompts and turns have the separate rows' losses and gradients in float64, on every mesh.
 
-    An update of SGD is the gradient, so that the last step's values depend on all gradients before.
+    SGD's update is the gradient, so the last step's values depend on all earlier gradients.
     """
     words = (
         "precision.parameter=float64",

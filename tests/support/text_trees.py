@@ -1,4 +1,4 @@
-"""Random groups of texts that share beginnings."""
+"""Random texts with common beginnings."""
 
 from typing import NamedTuple
 
@@ -26,9 +26,9 @@ class DrawnTexts(NamedTuple):
 
 def draw_texts(groups: int = 2, length: int = 60, share: float = 0.8) -> DrawnTexts:
     """
-    Return groups of texts, each the beginning of an earlier one and then random ids, out of two at the end.
+    Return groups in which a text begins like an earlier one and goes on with two random ids.
 
-    A part of the tokens have targets; one text in four has none, and a text may be the beginning of another one.
+    Some tokens have targets; one text in four has none, and a text may end inside another one.
     """
     tokens = torch.randint(29, (groups * GROUP, length))
     for row in range(len(tokens)):

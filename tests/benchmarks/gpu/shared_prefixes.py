@@ -81,7 +81,7 @@ def draw_completions(sampler: StageRollouts, prompts: Sequence[Prompts], purpose
 
 
 def draw_microbatch(prompts: Prompts, count: int) -> Completions:
-    """Complete a microbatch's prompts by `count` random ids, the first of which groups of rows share."""
+    """Complete a microbatch's prompts by `count` random ids; rows in a group begin alike."""
     rows, length = prompts.tokens.shape
     shared = torch.randint(2, 64, (rows // TURN_GROUP, int(grpo.NUMBERS.get("turn", 0))))
     own = torch.randint(2, 64, (rows, count - shared.shape[1]))

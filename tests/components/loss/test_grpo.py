@@ -124,7 +124,7 @@ def test_texts_in_trees_have_the_loss_and_gradients_of_separate_rows(
     _: Any, temperature: float | None, variant: Any
 ) -> None:
     """
-    A model's loss, gradients and reference values in float64 are those of separate rows for every tree of texts.
+    A model's loss, gradients and reference values in float64 equal the separate rows' for every tree.
 
     Texts share sampled tokens, each with its own advantage and log-probability by text.
     """

@@ -383,7 +383,7 @@ def test_a_loop_that_can_not_learn_is_refused_before_it_runs(words: list[str], p
 
 
 def test_check_names_an_example_without_the_key_of_a_reward(tmp_path: Path) -> None:
-    """The third example has no `answer`: its line is in the message; so are messages that no template continues."""
+    """The third example has no `answer`: its line is in the message; so is a list without a template."""
     lines = [{"prompt": "a", "answer": "b"}, {"prompt": "b", "answer": "b"}, {"prompt": "c", "anwser": "b"}]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
     tables = {

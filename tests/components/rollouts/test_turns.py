@@ -48,7 +48,7 @@ class Script:
 
 @attrs.define
 class FaultyRow:
-    """An environment with a fault in `reset`, or in a conversation's first `step`, of the first row."""
+    """An environment whose first row has a fault in `reset`, or in the first `step`."""
 
     inner: Any
     name: str
@@ -177,8 +177,8 @@ def test_a_faulty_environment_ends_its_conversation_alone(run: Any, fault: Any) 
         assert completions.ends[~is_faulty].equal(plain.ends[~is_faulty])
 
 
-def test_half_of_a_surrogate_pair_is_a_question_mark(run: Any) -> None:
-    """A message without an encoding, such as a tool's echo of a JSON escape, is read with a replacement."""
+def test_half_a_surrogate_pair_is_a_question_mark(run: Any) -> None:
+    """A message without an encoding, such as a JSON escape echoed by a tool, is read with a replacement."""
     one, other = (sample(run, Script(message=message), [0, 1]) for message in ("a\ud800", "a?"))
     assert one.tokens.equal(other.tokens) and not count_faults(one).keys() - {"max_tokens"}
 

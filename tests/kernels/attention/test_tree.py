@@ -20,7 +20,7 @@ from support.text_trees import GROUP, draw_texts
 
 @given(_=seeds, window=st.sampled_from([None, 1, 9]))
 def test_a_target_sees_its_own_text(_: Any, window: int | None) -> None:
-    """Every target of the texts has a packed token with its id, which sees its text up to itself, and nothing else."""
+    """Every target has a packed token with its id, which sees its text up to itself, and nothing else."""
     texts = draw_texts()
     tree, length = texts.tree, texts.tokens.shape[1]
     mask = create_tree_mask(tree.document_ids, window)
@@ -40,7 +40,7 @@ def test_a_target_sees_its_own_text(_: Any, window: int | None) -> None:
 
 @given(_=seeds)
 def test_equal_beginnings_of_a_group_are_packed_once(_: Any) -> None:
-    """A tree has a token by beginning of its texts with the next token, and every text's last token."""
+    """A tree has a token by beginning with the next token, and every text's last token."""
     texts = draw_texts()
     inputs = texts.list_inputs_of_texts()
     for group, padding in enumerate(texts.tree.padding):
