@@ -9,8 +9,8 @@ from typing import ClassVar
 from drawloom import ResolvedRecipe, UserError, above, component, internal, setting
 from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints
 from drawloom.components.checkpoint.remote import RemoteCopy
-from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import run_on_rank0
+from drawloom.components.distributed.threads import submit_in_new_thread
 from drawloom.components.storage.object_store import ObjectStore, StoreError
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.ports import Event, EventKind, Mesh, RunFolder

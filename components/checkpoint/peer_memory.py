@@ -30,9 +30,9 @@ from drawloom.components.checkpoint.pieces import find_rows_unless_all
 from drawloom.components.checkpoint.reader import Parts, PieceReader, Slices, Uses
 from drawloom.components.checkpoint.snapshot import is_rank_local, mark_slices, slices_by_sharded_entry
 from drawloom.components.checkpoint.staging.blocking import Blocking
-from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.mesh_layout import MODEL
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
+from drawloom.components.distributed.threads import submit_in_new_thread
 from drawloom.components.state.trees import map_leaves
 from drawloom.components.storage.state_tree import (
     PackedState,

@@ -15,8 +15,8 @@ from drawloom import UserError
 from drawloom.components.checkpoint.commit import tree_file_name
 from drawloom.components.checkpoint.manifest import FOLDER, MANIFEST, CorruptCheckpointError, Manifest, list_checkpoints
 from drawloom.components.checkpoint.pieces import assemble_pieces, find_rows_unless_all, is_piece_needed
-from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.checkpoint.verification import READERS, read_manifest, verify_checkpoint
+from drawloom.components.distributed.threads import map_parallel
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_header_entries, read_tensor
 from drawloom.components.storage.state_tree import (

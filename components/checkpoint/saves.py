@@ -15,8 +15,8 @@ from drawloom import ResolvedRecipe, UserError
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.manifest import CorruptCheckpointError, list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
-from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
+from drawloom.components.distributed.threads import submit_in_new_thread
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.ports import Durable, Group, GrowingState, Stager, Stateful, Step

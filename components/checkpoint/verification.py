@@ -12,7 +12,7 @@ import attrs
 
 from drawloom import UserError
 from drawloom.components.checkpoint.manifest import FORMAT, MANIFEST, CorruptCheckpointError, Manifest
-from drawloom.components.checkpoint.threads import map_parallel
+from drawloom.components.distributed.threads import map_parallel
 from drawloom.components.storage.durable_files import list_folder
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.sha256_stream import FileDigest, count_hash_blocks

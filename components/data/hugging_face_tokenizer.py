@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,9 @@ MODEL_FILES = ("generation_config.json", "config.json")
 """A model's files with one or several end tokens."""
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+ENCODING = threading.Lock()
+"""Lock for encoding: a flag on the tokenizer says whether control tokens in a text are read."""
 
 log = logging.getLogger("drawloom.data")
 
@@ -145,6 +149,10 @@ class HuggingFaceTokenizer:
         return frozenset(end for end in ends if end < self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
+        with ENCODING:
+            return self._encode(text)
+
+    def _encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     @property
@@ -162,11 +170,12 @@ class HuggingFaceTokenizer:
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
 
     def encode_with_control_tokens(self, text: str) -> np.ndarray:
-        self._tokenizer.encode_special_tokens = False
-        try:
-            return self.encode(text)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        with ENCODING:
+            self._tokenizer.encode_special_tokens = False
+            try:
+                return self._encode(text)
+            finally:
+                self._tokenizer.encode_special_tokens = True
 
     def decode_with_control_tokens(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=False))

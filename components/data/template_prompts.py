@@ -11,6 +11,8 @@ from drawloom.components.data.chat.prompt_renderer import PromptRenderer
 from drawloom.components.data.chat.template import RenderError
 from drawloom.ports import ChatTokenizer
 
+PROBE = "a message to find again"
+
 
 @component(impact="safe", needs={"jinja2": "drawloom[chat]"})
 class TemplatePrompts(PromptRenderer):
@@ -41,6 +43,16 @@ class TemplatePrompts(PromptRenderer):
             )
         except ValueError as error:
             raise UserError(f"the chat template can't continue a conversation: {error}") from error
+
+    def check_role_after_answer(self, role: str) -> None:
+        try:
+            ids = self.encode_message_after_answer({"role": role, "content": PROBE})
+        finally:
+            self.close()
+        if PROBE not in self.tokenizer.decode(ids.tolist()):
+            raise UserError(
+                f"the chat template leaves out a message with the role {role} after an answer; use another template"
+            )
 
     @property
     def _chat_tokenizer(self) -> ChatTokenizer:

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from inspect import getfile, signature
 from queue import Queue
 from typing import Any, Literal
@@ -61,6 +60,7 @@ class ToolEnvironment:
     processes: int = setting("calls at the same time", default=2, check=between(1, 1025), impact="safe")
     _functions: Mapping[str, Callable[..., object]] = internal(factory=dict)
     _idle: "Queue[JsonProcess]" = internal(factory=Queue)
+    _has_imported: bool = internal(False)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -134,23 +134,25 @@ class ToolEnvironment:
 
     def _ask_process(self, request: Mapping[str, Any]) -> Any:
         """Send a call to an idle process. If it dies, the call has an error, and another process starts."""
-        with self._borrow_process() as process:
-            try:
-                return process.ask(request, self.seconds + GRACE)
-            except (EOFError, TimeoutError):
-                return {"error": "the process for tools died"}
-
-    @contextmanager
-    def _borrow_process(self) -> Iterator[JsonProcess]:
-        """Wait for an idle process with the tools imported. Raises UserError if it can't import them."""
         process = self._idle.get()
         try:
-            if not process.is_running:
-                sources = {name: getfile(function) for name, function in self._functions.items()}
-                answer = process.ask({"path": sys.path, "tools": sources}, GRACE)
-                if "error" in answer:
-                    process.close()
-                    raise UserError(f"the tools {', '.join(sources)} can't be imported again: {answer['error']}")
-            yield process
+            if not process.is_running and (fault := self._import_tools(process)):
+                return {"error": fault}
+            return process.ask(request, self.seconds + GRACE)
+        except (EOFError, TimeoutError):
+            return {"error": "the process for tools died"}
         finally:
             self._idle.put(process)
+
+    def _import_tools(self, process: JsonProcess) -> str | None:
+        """Let a process import the tools, and return its fault. Raises UserError if no process has imported them."""
+        sources = {name: getfile(function) for name, function in self._functions.items()}
+        answer = process.ask({"path": sys.path, "tools": sources}, GRACE)
+        if "error" not in answer:
+            self._has_imported = True
+            return None
+        process.close()
+        fault = f"the tools {', '.join(sources)} can't be imported again: {answer['error']}"
+        if not self._has_imported:
+            raise UserError(fault)
+        return fault

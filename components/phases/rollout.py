@@ -140,9 +140,14 @@ class Rollout:
                 text = f"the steps of a rollout have equal batch sizes, and [{sizes.name}] changes them"
                 yield node.problem(key, text, f"write {key} = {plain}, or leave out ramp")
         age = node.settings["lag"] * node.settings["minibatches"] * node.settings["epochs"]
-        if (max_age := node.settings["max_age"]) is not None and max_age < age:
+        max_age = node.settings["max_age"]
+        if max_age is not None and max_age < age:
             text = f"with the lag, completions are at least {age} updates old, and none would have a weight"
             yield node.problem("max_age", text, f"write max_age = {age}, or a smaller lag")
+        oldest = age + _get_sampler_setting(node, "update_every", 1) - 1
+        if max_age is not None and age <= max_age < oldest:
+            text = f"by the sampler's update_every, completions may be {oldest} updates old, and have no weight"
+            yield node.problem("max_age", text, f"write max_age = {oldest}, or a smaller update_every")
         if node.settings["epochs"] > 1:
             for name, other in node.nodes.items():
                 if "epoch_counter" in other.edges and other.settings.get("epochs"):
@@ -151,23 +156,20 @@ class Rollout:
 
     @classmethod
     def predict_row_growth(cls, node: NodeView) -> RowGrowth:
-        sampler = node.neighbour("rollouts")
-        while sampler and sampler.neighbour("sampler"):
-            sampler = sampler.neighbour("sampler")
-        return RowGrowth(node.settings["group_size"], sampler.settings.get("max_tokens", 0) if sampler else 0)
+        return RowGrowth(node.settings["group_size"], _get_sampler_setting(node, "max_tokens", 0))
 
     def check_before_open(self) -> None:
-        """Raise UserError if one of the first examples lacks a reward's key."""
+        """Raise UserError if an example, among the first, lacks a reward's key or does not suit the sampler."""
         first: list[Example] = []
         for examples in self.prompts.values():
             if isinstance(examples, ReadableBeforeOpen):
                 with suppress(UserError):  # a problem of its own
                     first += islice(examples.read_before_open(), EXAMPLES_CHECKED)
-        for name, reward in zip(self.rewards.names, self.rewards, strict=True):
-            if isinstance(reward, ReadsExamples):
+        for name, reader in zip([*self.rewards.names, "rollouts"], [*self.rewards, self.rollouts], strict=True):
+            if isinstance(reader, ReadsExamples):
                 with _add_name_to_user_errors(name):
                     for example in first:
-                        reward.check_example(example)
+                        reader.check_example(example)
 
     def open(self) -> None:
         """Connect the ranks with the same rows."""
@@ -298,6 +300,14 @@ class Rollout:
             rows = self._missing * self.minibatches * self._count_prompts(1)
             self.data.skip_to_position(self.data.next_row_position - rows)
             self._missing = 0
+
+
+def _get_sampler_setting(node: NodeView, key: str, default: int) -> int:
+    """Return a setting from the innermost sampler."""
+    sampler = node.neighbour("rollouts")
+    while sampler and sampler.neighbour("sampler"):
+        sampler = sampler.neighbour("sampler")
+    return sampler.settings.get(key, default) if sampler else default
 
 
 BY_TOKEN = ("tokens", "logps", "entropies", "is_sampled", "versions")

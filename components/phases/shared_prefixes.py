@@ -1,4 +1,4 @@
-"""Prompts that their completions share in the learning pass."""
+"""Beginnings shared by completions in the learning pass."""
 
 from collections.abc import Iterator
 
@@ -12,11 +12,12 @@ from drawloom.ports import Executor, Mesh, PolicyBatch, Scored, Step, find_shari
 @component(reads=("rollouts",), changes=("batches",))
 class SharedPrefixes:
     """
-    Tree layout for completions: the learning pass computes a prompt once, and not for every completion.
+    Tree layout for completions: the learning pass computes a prompt, and turns shared by several completions, once.
 
-    Losses, gradients and metrics are as with separate rows, except for rounding. A microbatch has a packed row per
-    prompt, equally long on all ranks and in all microbatches. Only four widths are used between a power of two and the
-    next, because a kernel is compiled for a width.
+    Completions share the tokens up to the first other id, or other route from a server; each has its own sampled
+    log-probabilities and advantage for them. Losses, gradients and metrics are as with separate rows, except for
+    rounding. A microbatch has a packed row per prompt, equally long on all ranks and in all microbatches. Only four
+    widths are used between a power of two and the next, because a kernel is compiled for a width.
     """
 
     executor: Executor
@@ -38,14 +39,17 @@ class SharedPrefixes:
         """Add a tree to every microbatch."""
         scored: list[Scored] = step.state["rollouts"]
         batches: list[PolicyBatch] = step.state["batches"]
-        # The last token of the prompt has another target in each completion.
-        groups = [
-            PrefixGroups(batch.weights > 0, part.completions.starts - 1, part.group_size)
-            for batch, part in zip(batches, scored, strict=True)
-        ]
+        groups = [_merge_beginnings(batch, part) for batch, part in zip(batches, scored, strict=True)]
         longest = torch.tensor(max(part.measure_longest_tree() for part in groups))
         self.mesh.data_group.max(longest)
         width = round_width_up(int(longest))
         step.state["batches"] = [
             batch.evolve(tree=part.create_tree(width)) for batch, part in zip(batches, groups, strict=True)
         ]
+
+
+def _merge_beginnings(batch: PolicyBatch, scored: Scored) -> PrefixGroups:
+    """Merge the common beginnings in a microbatch's groups."""
+    routes = scored.completions.routes
+    values = [batch.tokens] if routes is None else [batch.tokens, routes]
+    return PrefixGroups.merge(values, batch.weights > 0, scored.group_size)

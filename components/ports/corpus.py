@@ -178,6 +178,10 @@ class ChatPrompts(Protocol):
         """
         ...
 
+    def check_role_after_answer(self, role: str) -> None:
+        """Raise UserError if no message with this role can follow an answer. Leaves nothing open."""
+        ...
+
 
 class DocumentPart(NamedTuple):
     """

@@ -274,10 +274,10 @@ class Reward(Protocol):
 
 @runtime_checkable
 class ReadsExamples(Protocol):
-    """A reward that reads keys of the prompt's example."""
+    """A reward or a sampler with requirements for the prompt's example."""
 
     def check_example(self, example: Example) -> None:
-        """Raise UserError, with its source, for an example without a key."""
+        """Raise UserError, with its source, for an example without a key, or with another value."""
         ...
 
 

@@ -8,15 +8,17 @@ alone and put after them. Rendering a conversation again would change ids (Liu e
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from traceback import extract_tb
 
 import attrs
 import torch
 from torch import Tensor
 
-from drawloom import UserError, between, component, internal, setting
+from drawloom import UserError, above, between, component, internal, setting, wired
 from drawloom.components.distributed.rank_errors import run_on_rank0
+from drawloom.components.distributed.threads import submit_in_new_thread
 from drawloom.ports import (
     FAULTS,
     ChatPrompts,
@@ -43,15 +45,22 @@ log = logging.getLogger("drawloom.run")
 class Conversation:
     """A row's state in the environment: its total reward, NaN for none, its turns, and its faults by kind."""
 
-    episode: Episode
+    episode: Episode | None = None
     reward: float = math.nan
     turns: int = 0
     faults: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(FAULTS, 0))
 
+    def ask(self, environment: Environment, example: Example, text: str) -> Reply:
+        """Return the reply to a turn; the first one starts the conversation."""
+        if self.episode is None:
+            self.episode = environment.reset(example)
+        return self.episode.step(text)
+
     def add(self, reply: Reply) -> None:
-        """Count a turn with its reply."""
-        self.turns += 1
+        """Add a reply's reward and faults. Raises ValueError unless the reward is finite."""
         if reply.reward is not None:
+            if not math.isfinite(reply.reward):
+                raise ValueError(f"the reward is {reply.reward}")
             self.reward = reply.reward + (0.0 if math.isnan(self.reward) else self.reward)
         for fault in reply.faults:
             self.faults[fault] += 1
@@ -76,30 +85,35 @@ class RunningTurns:
             return [*threads.map(self._continue_row, keys, turns)]
 
     def _continue_row(self, key: int, turn: Sequence[int]) -> list[int] | None:
-        """Let the environment reply to a turn."""
-        if key not in self.conversations:
-            self.conversations[key] = Conversation(self.rollouts.environment.reset(self.examples[key]))
-        conversation = self.conversations[key]
-        reply = self._ask_environment(conversation.episode, self.rollouts.tokenizer.decode([*turn[:-1]]))
+        """Let the environment reply; an exception ends the conversation as a fault. Raises UserError for an example."""
+        conversation = self.conversations.setdefault(key, Conversation())
+        conversation.turns += 1
+        text = self.rollouts.tokenizer.decode([*turn[:-1]])
+        try:
+            return self._reply(conversation, self.examples[key], text)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            frame = extract_tb(error.__traceback__)[-1]
+            location = f"{frame.filename}:{frame.lineno}"
+            log.warning("an environment raised %s at %s: %s", type(error).__name__, location, error)
+            conversation.faults["environment_error"] += 1
+            return None
+
+    def _reply(self, conversation: Conversation, example: Example, text: str) -> list[int] | None:
+        """Return the ids for the environment's message, or None if the conversation is over."""
+        ask = partial(conversation.ask, self.rollouts.environment, example, text)
+        waiting, seconds = submit_in_new_thread("turn", ask), self.rollouts.seconds
+        if not wait([waiting], seconds).done:
+            raise TimeoutError(f"no reply within {seconds:g} s")
+        reply = waiting.result()
         conversation.add(reply)
         if reply.is_done:
             return None
         if conversation.turns == self.rollouts.max_turns:
             conversation.faults["max_turns"] += 1
             return None
-        return self.rollouts.encode_message(reply, isinstance(self.examples[key].get("prompt"), list))
-
-    def _ask_environment(self, episode: Episode, text: str) -> Reply:
-        """Return the reply; an exception ends the conversation as a fault. Raises UserError for an example."""
-        try:
-            return episode.step(text)
-        except UserError:
-            raise
-        except Exception as error:
-            frame = extract_tb(error.__traceback__)[-1]
-            location = f"{frame.filename}:{frame.lineno}"
-            log.warning("an environment raised %s at %s: %s", type(error).__name__, location, error)
-            return Reply("", is_done=True, faults=("environment_error",))
+        return self.rollouts.encode_message(reply, example)
 
     def list_outcomes(self) -> list[list[float]]:
         """Return a list by row, ordered as the examples: reward, turns, and the faults in FAULTS."""
@@ -115,22 +129,33 @@ class TurnRollouts:
 
     The sampler's `max_tokens` are for a whole conversation, messages included; a longer conversation is cut after its
     last turn, or inside it. The policy learns from its own tokens only, all with the trajectory's advantage. Faults
-    never end a run: they are counted by kind, and a cut conversation is truncated, like a completion at the maximum
-    length.
+    never end a run: they are counted by kind. An environment's error ends its conversation, and a cut conversation
+    is truncated, like a completion at the maximum length.
     """
 
     sampler: Rollouts
     environment: Environment
     tokenizer: Tokenizer
     mesh: Mesh
-    prompts: ChatPrompts | None = None
+    prompts: ChatPrompts | None = wired(default=None)
     max_turns: int = setting("turns after which a conversation is cut", default=8, check=between(1, 10_001))
+    seconds: float = setting("time limit for an environment's reply", default=600.0, check=above(0))
     _copy: Group = internal(None)
 
     @property
     def temperature(self) -> float:
         """Divisor of the logits, above 0."""
         return self.sampler.temperature
+
+    def check_before_open(self) -> None:
+        """Raise UserError if the chat template leaves out the environment's messages."""
+        if self.prompts is not None:
+            self.prompts.check_role_after_answer("tool" if self.environment.tool_schemas else "user")
+
+    def check_example(self, example: Example) -> None:
+        if self.prompts is None and isinstance(example.get("prompt"), list):
+            text = f"the prompt of {example['source']} has messages, and no chat template encodes the environment's"
+            raise UserError(f'{text}; write [prompts] with use = "data.template_prompts"', 2)
 
     def open(self) -> None:
         """Connect the ranks with the same rows."""
@@ -164,15 +189,17 @@ class TurnRollouts:
         parts = torch.split(outcomes, [len(completions.tokens) for completions in sampled])
         return [_add_outcomes(completions, part) for completions, part in zip(sampled, parts, strict=True)]
 
-    def encode_message(self, reply: Reply, is_chat: bool) -> list[int]:
+    def encode_message(self, reply: Reply, example: Example) -> list[int]:
         """Encode an environment's message, with a chat template's text around it for prompts of messages."""
-        if not is_chat:
-            return [int(number) for number in self.tokenizer.encode(reply.message)]
-        if self.prompts is None:
-            text = "prompts are messages, and no chat template encodes the environment's"
-            raise UserError(f'{text}; write [prompts] with use = "data.template_prompts"', 2)
-        message = {"role": reply.role, "content": reply.message}
-        return [int(number) for number in self.prompts.encode_message_after_answer(message)]
+        content = reply.message.encode("utf-8", "replace").decode()  # half of a surrogate pair has no ids
+        if self.prompts is None or not isinstance(example.get("prompt"), list):
+            self.check_example(example)
+            return [int(number) for number in self.tokenizer.encode(content)]
+        try:
+            ids = self.prompts.encode_message_after_answer({"role": reply.role, "content": content})
+        except UserError as error:  # of this message: the template was checked
+            raise ValueError(f"{error}") from error
+        return [int(number) for number in ids]
 
 
 def _add_outcomes(completions: Completions, outcomes: Tensor) -> Completions:

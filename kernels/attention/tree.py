@@ -1,9 +1,9 @@
 """
 Attention in text trees: texts with the same beginning share its tokens.
 
-A tree has the shared beginning, and then its texts' other tokens, one text after another. Ids from 0 number documents
-in succession. An id below 0 tells where a token's readers, the tokens that see it, end: with the id -n a token is seen
-by itself and by later tokens before the row's index n.
+A tree has its texts one after another in depth-first order, each without the beginning that it shares with the text
+before it. Ids from 0 number documents in succession. An id below 0 tells where a token's readers, the tokens that see
+it, end: with the id -n a token is seen by itself and by later tokens before the row's index n.
 """
 
 from collections.abc import Callable

@@ -246,30 +246,6 @@ def test_evaluate_generates_and_prints_the_rewards_of_the_run(lab: Path) -> None
     assert refused.code == 2 and "the run's batches are PromptBatch" in refused.text
 
 
-def test_a_prompt_computed_once_changes_no_gradient_on_any_mesh(lab: Path) -> None:
-    """
-    Completions that share a prompt have the same losses and gradients as separate rows in float64, on every mesh.
-
-    An update of SGD is the gradient, so that the last step's values depend on all gradients before.
-    """
-    words = (
-        "precision.parameter=float64",
-        "rollouts.exact=false",
-        "optimizer.use=optim.sgd",
-        "optimizer.lr=1e-2",
-        "loss.variant=gspo",
-        "advantages.equal_groups=drop",
-        "evaluate.every=9",
-        "trainer.steps=3",
-    )
-    names = ("loss", "grad_norm", "ratio", "clip_fraction", "sampler_difference", "reward")
-    separate = run(lab, "separate", *words)
-    for name, layout in {"shared": (), **LAYOUTS}.items():
-        folder = run(lab, name, *words, *layout, "--overlay", "with_shared_prefixes", ranks=2 if layout else 1)
-        for ours, theirs in zip(series(folder, *names), series(separate, *names), strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12), folder
-
-
 def run_long(folder: Path, *words: str) -> None:
     """Run a command for up to ten minutes."""
     (outcome,) = run_ranks(command, 1, folder, words, None, timeout=600, variables=False)

@@ -157,6 +157,36 @@ def test_ratios_of_conversations_are_exactly_1_on_meshes(lab: Path, kernels: str
     assert deterministic_rows(one) == whole and completions_of(one) == recorded
 
 
+def test_shared_beginnings_change_no_gradient_on_any_mesh(lab: Path) -> None:
+    """
+    Conversations that share prompts and turns have the separate rows' losses and gradients in float64, on every mesh.
+
+    SGD's update is the gradient, so the last step's values depend on all earlier gradients.
+    """
+    words = (
+        "precision.parameter=float64",
+        "sampler.exact=false",
+        "sampler.temperature=0.4",
+        "optimizer.use=optim.sgd",
+        "optimizer.lr=1e-2",
+        "loss.variant=gspo",
+        "advantages.equal_groups=drop",
+        "evaluate.every=9",
+        "trainer.steps=3",
+    )
+    names = ("loss", "grad_norm", "ratio", "clip_fraction", "sampler_difference", "reward")
+    separate = run(lab, "separate", *words)
+    turns = [line["turns"] for line in completions_of(separate)]
+    groups = [turns[first : first + 4] for first in range(0, len(turns), 4)]
+    assert any(
+        len(turns) > 3 and [turns[:2] for turns in group].count(turns[:2]) > 1 for group in groups for turns in group
+    )
+    for name, layout in {"shared": (), **LAYOUTS}.items():
+        folder = run(lab, name, *words, *layout, "--overlay", "with_shared_prefixes", ranks=2 if layout else 1)
+        for ours, theirs in zip(series(folder, *names), series(separate, *names), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12), folder
+
+
 @pytest.mark.soak
 def test_a_run_killed_inside_a_tool_resumes_with_the_same_bits(lab: Path) -> None:
     """A run killed while a tool of its third step runs samples this step again, and ends like an unbroken one."""

@@ -290,6 +290,7 @@ class Endless:
         return self
 
     def step(self, text: str) -> Reply:
+        time.sleep(0.02)
         return Reply("")
 
 

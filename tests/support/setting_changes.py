@@ -913,7 +913,7 @@ ROWS: dict[str, Row] = {
         },
     ),
     "rewards.environment": Row(policy.scores_of, {}, {"weight": 2.0, "cut": -1.0, "by_fault": -0.5}),
-    "rollouts.turns": Row(policy.turns_of, {}, {"max_turns": 2}),
+    "rollouts.turns": Row(policy.turns_of, {}, {"max_turns": 2, "seconds": 0.005}),
     "environments.tools": Row(
         policy.replies_of,
         {"seconds": 5.0, "memory": 0.2},

@@ -9,7 +9,7 @@ import torch
 
 from drawloom import component, internal, setting
 from drawloom.components.checkpoint.staging.copy_plan import KEPT, Copy, Pool, plan_copies
-from drawloom.components.checkpoint.threads import submit_in_new_thread
+from drawloom.components.distributed.threads import submit_in_new_thread
 from drawloom.ports import NodeState
 
 SMALL = 2**16  # bytes; smaller CPU tensors are copied at once, because counters change before the weights do

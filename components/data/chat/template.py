@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.util
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = attrs.field(factory=dict)
     date: str | None = None
     seconds: float = TIMEOUT
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)  # the pipe has one request at a time
     _process: JsonProcess = attrs.field(init=False, factory=lambda: JsonProcess(render_process.__file__))
 
     def open(self) -> None:
@@ -69,9 +71,10 @@ class ChatTemplate:
 
         Raises RenderError with the template's reason, and UserError if it takes too long.
         """
-        if not self.has_rendered:
-            self.open()
-        answers = self._ask(requests, self.seconds)
+        with self._lock:
+            if not self.has_rendered:
+                self.open()
+            answers = self._ask(requests, self.seconds)
         for answer in answers:
             if "error" in answer:
                 raise RenderError(answer["error"])

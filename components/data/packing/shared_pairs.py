@@ -3,10 +3,14 @@
 from itertools import accumulate
 
 import torch
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
-from drawloom.components.state.prefix_tree import round_width_up
+from drawloom.components.state.prefix_tree import (
+    SharedText,
+    count_common_tokens,
+    create_tree_rows,
+    pack_texts,
+    round_width_up,
+)
 from drawloom.ports import IGNORE_INDEX, SharedPairs, TokenBatch
 
 
@@ -23,36 +27,28 @@ def share_prompts(batch: TokenBatch) -> SharedPairs:
         for name, spec in batch.specs.items()
         if spec == "tokens" and (x := getattr(batch, name)) is not None
     }
-    sources, readers, document_counts = [], [], []
+    packed, document_counts = [], []
     for row, document_ids in enumerate(batch.document_ids):
         bounds = [0, *accumulate(document_ids[is_token[row]].bincount().tolist())]
-        kept, ids = torch.arange(0), torch.arange(0)
+        texts: list[SharedText] = []
         for first, middle, last in zip(bounds[::2], bounds[1::2], bounds[2::2], strict=False):
             shared = count_shared_tokens(batch, row, first, middle, last)
             for name in {"reference", "labels"} & values.keys():
                 values[name][row, middle + shared] = values[name][row, middle]
-            kept = torch.cat([kept, torch.arange(first, middle), torch.arange(middle + shared, last)])
-            ends = torch.full((len(kept) - len(ids),), -len(kept))
-            ends[shared : middle - first] = first - middle - len(ids)
-            ids = torch.cat([ids, ends])
-        sources.append(kept)
-        readers.append(ids)
+            texts += SharedText(first, middle - first, 0), SharedText(middle, last - middle, shared)
+        packed.append(pack_texts(texts))
         document_counts.append(len(bounds) - 1)
-    missing = min(round_width_up(max(map(len, sources))), batch.length) - max(map(len, sources))
-    index, ids = (pad(pad_sequence(rows, True, -1), (0, missing), value=-1) for rows in (sources, readers))
-    padding = index < 0
-    leaves = {name: x.gather(1, index.clamp_min(0)).masked_fill(padding, 0) for name, x in values.items()}
+    width = min(round_width_up(max(len(texts.sources) for texts in packed)), batch.length)
+    sources, reader_ids, padding = create_tree_rows(packed, width)
+    leaves = {name: x.gather(1, sources).masked_fill(padding, 0) for name, x in values.items()}
     leaves["targets"][padding] = IGNORE_INDEX
     leaves["document_ids"] += padding * torch.tensor(document_counts)[:, None]
-    reader_ids = ids.where(~padding, -torch.arange(1, index.shape[1] + 1))  # padding is seen by itself
     shared_counts = is_token.sum(1) - (~padding).sum(1)
     return SharedPairs(**leaves | {"padding": padding}, reader_ids=reader_ids, shared_counts=shared_counts)
 
 
 def count_shared_tokens(batch: TokenBatch, row: int, first: int, middle: int, last: int) -> int:
     """Count the tokens without a weight that the rejected document, from `middle` on, shares with the chosen one."""
-    length = min(middle - first, last - middle)
-    is_equal = batch.tokens[row, first : first + length] == batch.tokens[row, middle : middle + length]
-    common = int(is_equal.long().cumprod(0).sum())
+    common = count_common_tokens(batch.tokens[row, first:middle], batch.tokens[row, middle:last])
     first_target = int((batch.weights[row, middle:last] > 0).long().argmax())
     return min(common, first_target)

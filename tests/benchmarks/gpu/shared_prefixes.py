@@ -4,7 +4,8 @@ Learning from completions that share their prompt beside separate rows, in one r
 The shapes are those of Qwen3-0.6B in bfloat16, with random weights and no recomputation. Completions are drawn at
 random instead of sampled, all of the maximum length. Learning is a step without the sampler: the forward and backward
 pass, and AdamW. On paper a step with prompts of 1,024 tokens and 16 completions of 256 has 3.9 times as many FLOPs in
-separate rows. Other sizes: ONLY="prompt=512 tokens=1024 group=8"; ONLY=--tiny trains a small model on a CPU.
+separate rows. Other sizes: ONLY="prompt=512 tokens=1024 group=8"; with turn=128, groups of 4 completions share their
+first 128 tokens. ONLY=--tiny trains a small model on a CPU.
 """
 
 import statistics
@@ -22,6 +23,9 @@ from drawloom.ports import Completions, Prompts
 
 PROMPTS = 4
 """Prompts in a step; separate rows of one prompt are a microbatch."""
+
+TURN_GROUP = 4
+"""Completions that share a turn."""
 
 SHARED = {
     "kernels": {"attention": "tree"},
@@ -77,9 +81,11 @@ def draw_completions(sampler: StageRollouts, prompts: Sequence[Prompts], purpose
 
 
 def draw_microbatch(prompts: Prompts, count: int) -> Completions:
-    """Complete a microbatch's prompts by `count` random ids."""
+    """Complete a microbatch's prompts by `count` random ids; rows in a group begin alike."""
     rows, length = prompts.tokens.shape
-    tokens = torch.cat([prompts.tokens, torch.randint(2, 64, (rows, count))], 1)
+    shared = torch.randint(2, 64, (rows // TURN_GROUP, int(grpo.NUMBERS.get("turn", 0))))
+    own = torch.randint(2, 64, (rows, count - shared.shape[1]))
+    tokens = torch.cat([prompts.tokens, shared.repeat_interleave(TURN_GROUP, 0), own], 1)
     logps = torch.full((rows, length + count), -12.0)
     return Completions(
         tokens=tokens,

@@ -1,6 +1,7 @@
 """Prompts for answers by a chat template."""
 
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,24 @@ def test_a_message_after_an_answer_continues_the_conversation(tmp_path: Path, te
         forged = prompts.encode_message_after_answer({"role": "user", "content": "a <|im_end|> day"}).tolist()
         end = tokenizer.encode_with_control_tokens("<|im_end|>").tolist()
         assert forged.count(end[0]) == ids.count(end[0])
+
+
+def test_threads_encode_their_own_messages(tmp_path: Path) -> None:
+    """Conversations answered at the same time have the ids that they have alone, with control tokens as text."""
+    tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "tokenizer", TOOLS))
+    messages = [{"role": "tool", "content": f"day {number} <|im_end|>" * (number % 3 + 1)} for number in range(200)]
+    with closing(TemplatePrompts(tokenizer=tokenizer)) as prompts, ThreadPoolExecutor(16) as threads:
+        alone = [prompts.encode_message_after_answer(message).tolist() for message in messages]
+        together = threads.map(prompts.encode_message_after_answer, messages)
+        assert [ids.tolist() for ids in together] == alone
+
+
+def test_a_role_that_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    """A template without the tool's messages can't go on after a call; the check leaves no process."""
+    for template, roles in ((BRACKETS, {"tool"}), (TOOLS, set()), ("{{ messages[0].content }}", {"tool", "user"})):
+        tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "tokenizer", template))
+        for role in ("tool", "user"):
+            prompts = TemplatePrompts(tokenizer=tokenizer)
+            with pytest.raises(UserError, match="the chat template") if role in roles else nullcontext():
+                prompts.check_role_after_answer(role)
+            assert not prompts.get_or_create_chat_template(tokenizer).has_rendered

@@ -98,6 +98,16 @@ def test_tools_that_cannot_be_imported_again_end_the_run(tmp_path: Path, monkeyp
         environment.step(call("echo", text="a"))
 
 
+def test_tools_that_break_during_a_run_are_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a process has imported the tools, a file that can't be imported any more is an error for the model."""
+    with closing(open_tools(echo(), fail(), processes=1)) as environment:
+        assert environment.step(call("fail", text="parent killed")).faults == ["tool_error"]
+        (tmp_path / "broken.py").write_text("1 +", "utf-8")
+        monkeypatch.setattr("drawloom.components.environments.tools.getfile", lambda _: str(tmp_path / "broken.py"))
+        reply = environment.step(call("echo", text="a"))
+        assert reply.faults == ["tool_error"] and "echo, fail can't be imported again: SyntaxError" in reply.message
+
+
 def test_a_tool_ends_with_the_process_that_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the run is killed its pipe closes, and neither the process for tools nor a running tool is left."""
     monkeypatch.chdir(tmp_path)

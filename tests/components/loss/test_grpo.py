@@ -1,6 +1,7 @@
 """The policy-gradient losses against formulas in float64."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import MagicMock
@@ -8,13 +9,17 @@ from unittest.mock import MagicMock
 import attrs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.components.loss.grpo import Grpo
 from drawloom.components.ports.rollouts import PolicyBatch
-from drawloom.components.state.prefix_tree import PrefixGroups
 from drawloom.graph import UserError
 from support.losses import Sample, sample
+from support.qwen3 import cpu_kernels, dense, one_document, whole
+from support.seeding import seeds
+from support.text_trees import draw_texts
 
 ADVANTAGES = torch.tensor([[1.5], [-0.7], [0.4]])
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -114,23 +119,43 @@ def test_losses_and_gradients_are_the_formulas(loss: Grpo, formula: Callable[...
     assert ("kl" in sums) == (batch.reference is not None)
 
 
-@pytest.mark.parametrize("temperature", [None, 0.5])
-def test_hidden_states_of_trees_have_the_same_loss(temperature: float | None) -> None:
-    """With packed hidden states, loss, gradients and reference values equal the separate rows'."""
-    case, batch = policy_case()
-    batch = batch.evolve(temperature=None if temperature is None else torch.tensor(temperature))
-    loss = Grpo(variant="gspo", reference="adapters", beta=0.1)
-    tree = PrefixGroups(batch.weights > 0, torch.tensor([1, 1, 0]), 3).create_tree(9)
-    packed, other = case.hidden.flatten(0, 1)[tree.sources], batch.evolve(tree=tree)
-    for ours, theirs in (
-        (loss.loss(packed, case.head(), other)[0], loss.loss(case.hidden, case.head(), batch)[0]),
-        (loss.reference_values(packed, case.head(), other), loss.reference_values(case.hidden, case.head(), batch)),
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-        grads = (
-            torch.autograd.grad(value.sum(), (case.hidden, case.weight), retain_graph=True) for value in (ours, theirs)
-        )
-        torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
+@given(_=seeds, temperature=st.sampled_from([None, 0.5]), variant=st.sampled_from(["grpo", "gspo", "cispo"]))
+def test_texts_in_trees_have_the_loss_and_gradients_of_separate_rows(
+    _: Any, temperature: float | None, variant: Any
+) -> None:
+    """
+    A model's loss, gradients and reference values in float64 equal the separate rows' for every tree.
+
+    Texts share sampled tokens, each with its own advantage and log-probability by text.
+    """
+    texts = draw_texts(length=24)
+    tokens, is_target = texts.tokens, texts.is_target
+    context, noise = one_document(*tokens.shape), torch.rand(4, *tokens.shape)
+    batch = PolicyBatch(
+        tokens,
+        tokens.roll(-1, 1).where(is_target, -100),
+        context.positions,
+        context.document_ids,
+        is_target.float(),
+        logps=noise[0].where(is_target, 0.0) - 4,
+        advantages=(noise[1] - 0.5).where(is_target, 0.0),
+        reference=noise[2].double() - 4,
+        temperature=None if temperature is None else torch.tensor(temperature),
+    )
+    loss = Grpo(variant=variant, reference="adapters", beta=0.1)
+    packed, separate = (whole(dense(kernels=cpu_kernels(attention=name))).double() for name in ("tree", "eager"))
+    separate.load_state_dict(packed.state_dict())
+    results = []
+    for module, rows in ((packed, batch.evolve(tree=texts.tree)), (separate, batch)):
+        total, weight, sums = module(*loss.inputs(rows), partial(_call_with_batch, loss.loss, rows))
+        values = module(*loss.inputs(rows), partial(_call_with_batch, loss.reference_values, rows))
+        grads = torch.autograd.grad(total, [*module.parameters()])
+        results.append((total, weight, sums, values, grads))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+
+
+def _call_with_batch(function: Callable[..., Any], batch: PolicyBatch, hidden: Tensor, head: Any) -> Any:
+    return function(hidden, head, batch)
 
 
 @pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "gspo", "rloo"])

@@ -340,6 +340,9 @@ def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
     assert seen == [step.state]
 
 
+SERVER = ("rollouts.use=rollouts.server", "rollouts.max_tokens=4", "rollouts.update_every=4")
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -353,6 +356,10 @@ def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
         (
             ["rollout.lag=2", "rollout.epochs=2", "rollout.max_age=3"],
             "with the lag, completions are at least 4 updates old, and none would have a weight",
+        ),
+        (
+            ["rollout.lag=1", "rollout.max_age=3", *SERVER],
+            "by the sampler's update_every, completions may be 4 updates old",
         ),
         (
             ["rollout.lag=1", "batch.ramp=[{until_step=2, size=16}]"],
@@ -376,7 +383,7 @@ def test_a_loop_that_can_not_learn_is_refused_before_it_runs(words: list[str], p
 
 
 def test_check_names_an_example_without_the_key_of_a_reward(tmp_path: Path) -> None:
-    """The third example has no `answer`: its line is in the message."""
+    """The third example has no `answer`: its line is in the message; so is a list without a template."""
     lines = [{"prompt": "a", "answer": "b"}, {"prompt": "b", "answer": "b"}, {"prompt": "c", "anwser": "b"}]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
     tables = {
@@ -387,6 +394,9 @@ def test_check_names_an_example_without_the_key_of_a_reward(tmp_path: Path) -> N
     }
     with pytest.raises(RecipeError, match=r"rewards.exact_match\]: .*mine.jsonl:3 has the keys .*not 'answer'"):
         Recipe.load("grpo").with_values(tables).check()
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}], "answer": "b"}))
+    with pytest.raises(RecipeError, match=r"mine.jsonl:1 has messages, and no chat template encodes the environment"):
+        Recipe.load("tools").with_values(tables).check()
 
 
 @pytest.mark.parametrize(

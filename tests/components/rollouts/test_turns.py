@@ -1,7 +1,12 @@
 """Conversations with an environment, sampled by a run's stages."""
 
+import itertools
+import math
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import attrs
 import pytest
@@ -41,18 +46,36 @@ class Script:
         return Reply(self.message.format(len(text)), reward=0.5 if is_done else None, is_done=is_done)
 
 
+@attrs.define
+class FaultyRow:
+    """An environment whose first row has a fault in `reset`, or in the first `step`."""
+
+    inner: Any
+    name: str
+    fault: Any
+    tool_schemas: tuple[Any, ...] = ()
+    count: Any = attrs.field(factory=lambda: itertools.count())
+
+    def reset(self, example: Any) -> Any:
+        if next(self.count):
+            return self.inner.reset(example)
+        return self.fault() if self.name == "reset" else SimpleNamespace(step=lambda _: self.fault())
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with open_run(tmp_path_factory.mktemp("run"), rollouts={"max_tokens": ROOM}) as objects:
         yield objects
 
 
-def sample(run: Any, environment: Any, keys: list[int], max_turns: int = 8, **changes: Any) -> Completions:
+def sample(
+    run: Any, environment: Any, keys: list[int], max_turns: int = 8, seconds: float = 60.0, **changes: Any
+) -> Completions:
     """Sample conversations after prompts of two lengths."""
     stages = attrs.evolve(run["rollouts"], **changes)
     stages.open()
     nodes = {"sampler": stages, "environment": environment, "tokenizer": run["tokenizer"], "mesh": stages.mesh}
-    rollouts = TurnRollouts(**nodes, max_turns=max_turns)
+    rollouts = TurnRollouts(**nodes, max_turns=max_turns, seconds=seconds)
     rollouts.open()
     tokens, lengths = torch.tensor([[51, 49, 62], [57, 62, 7]] * (len(keys) // 2)), [3, 2] * (len(keys) // 2)
     prompts = Prompts(tokens, torch.tensor(lengths), torch.tensor(keys), (ENDS,) * len(keys), ({},) * len(keys))
@@ -122,6 +145,51 @@ def test_a_conversation_that_is_cut_is_not_ended_and_counted(run: Any) -> None:
     assert count_faults(broken)["environment_error"] >= 2 and broken.rewards.isnan().all()
     with pytest.raises(UserError, match="no answer"):
         sample(run, Script(raises=UserError("no answer")), [0, 1, 2, 3])
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda: 1 / 0,
+        leave,
+        lambda: time.sleep(9),
+        lambda: None,
+        lambda: Reply(None),  # type: ignore[arg-type]
+        lambda: Reply("", faults=["a new kind"]),
+        lambda: Reply("", reward=math.inf),
+    ],
+)
+def test_a_faulty_environment_ends_its_conversation_alone(run: Any, fault: Any) -> None:
+    """
+    In `reset` and in `step`, an exception, a delay and a reply that is none are counted, and no other row is changed.
+    """
+    plain = sample(run, Script(), [*range(4)])
+    for name in ("reset", "step"):
+        faulty = FaultyRow(Script(), name, fault)
+        completions = sample(run, faulty, [*range(4)], seconds=0.2)
+        is_faulty = completions.faults[:, FAULTS.index("environment_error")] == 1
+        assert int(is_faulty.sum()) == 1 and count_faults(completions).keys() <= {"environment_error", "max_tokens"}
+        assert completions.turns[is_faulty].tolist() == [1] and completions.rewards[is_faulty].isnan().all()
+        assert completions.ends[~is_faulty].equal(plain.ends[~is_faulty])
+
+
+def test_half_a_surrogate_pair_is_a_question_mark(run: Any) -> None:
+    """A message without an encoding, such as a JSON escape echoed by a tool, is read with a replacement."""
+    one, other = (sample(run, Script(message=message), [0, 1]) for message in ("a\ud800", "a?"))
+    assert one.tokens.equal(other.tokens) and not count_faults(one).keys() - {"max_tokens"}
+
+
+@pytest.mark.parametrize(("schemas", "role"), [((), "user"), (({},), "tool")])
+def test_the_template_is_checked_for_the_role_of_the_environment(schemas: tuple[Any, ...], role: str) -> None:
+    """A template must show the tool's messages after an answer, or without tools the user's."""
+    prompts = MagicMock()
+    nodes: dict[str, Any] = dict.fromkeys(("sampler", "tokenizer", "mesh"))
+    TurnRollouts(**nodes, environment=Script(tool_schemas=schemas), prompts=prompts).check_before_open()
+    prompts.check_role_after_answer.assert_called_once_with(role)
 
 
 def test_passes_ahead_of_the_host_sample_the_same(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

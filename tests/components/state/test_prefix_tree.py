@@ -11,7 +11,8 @@ def test_a_policy_batch_counts_the_keys_of_its_tree() -> None:
     """Its tokens see as many keys as the tree's mask has."""
     ids = torch.zeros(4, 9, dtype=torch.int64)
     is_target = torch.arange(9) >= torch.tensor([[3], [3], [5], [5]])
-    tree = PrefixGroups(is_target, torch.tensor([3, 3, 5, 5]), 2).create_tree(16)
+    tokens = torch.tensor([3, 3, 5, 5])[:, None] + torch.arange(9) // 4 * torch.arange(4)[:, None]
+    tree = PrefixGroups.merge([tokens], is_target, 2).create_tree(16)
     batch = PolicyBatch(ids, ids, ids, ids, is_target.float(), tree=tree)
     seen = create_tree_mask(tree.document_ids).sum(-1).squeeze(1)
     assert batch.visible_keys.shape == (2, 16) and batch.visible_keys[~tree.padding].equal(seen[~tree.padding])

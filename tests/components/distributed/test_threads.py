@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from drawloom.components.checkpoint.threads import map_parallel, submit_in_new_thread
+from drawloom.components.distributed.threads import map_parallel, submit_in_new_thread
 
 
 def test_submit_runs_in_a_daemon_thread() -> None:
