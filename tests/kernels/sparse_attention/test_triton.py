@@ -1,0 +1,100 @@
+"""Attention to chosen keys in Triton against the eager one in float64."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.kernels.sparse_attention import triton as kernels
+from drawloom.kernels.sparse_attention.eager import (
+    choose_keys_eager,
+    score_chosen_keys_eager,
+    sparse_attention_eager,
+)
+from drawloom.kernels.sparse_attention.triton import (
+    choose_keys_triton,
+    score_chosen_keys_triton,
+    sparse_attention_triton,
+)
+from support.kernels import DEVICE, assert_all_close, exact
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(params=[2**31, 4096], ids=["one chunk", "chunks"], autouse=True)
+def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Limit chunks to some tokens, or not."""
+    monkeypatch.setattr(kernels, "CHUNK_BYTES", request.param)
+    monkeypatch.setattr(kernels, "SCORE_BYTES", request.param)
+    yield
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(DEVICE, dtype).requires_grad_()
+
+
+def draw_choice(rows: int, length: int, keys: int, chosen: int) -> Tensor:
+    """Return different keys up to each token's own, in any order, and -1 behind them."""
+    choice = torch.full((rows, length, chosen), -1, dtype=torch.int32)
+    for row in range(rows):
+        for token in range(length):
+            seen = torch.randperm(token + 1 + keys - length)[:chosen]
+            choice[row, token, : len(seen)] = seen
+    return choice.to(DEVICE)
+
+
+def assert_same_gradients(actual: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> None:
+    seed = torch.randn_like(actual)
+    bound = 4.0 if inputs[0].dtype == torch.bfloat16 else 100.0
+    grads = torch.autograd.grad(actual, inputs, seed)
+    again = torch.autograd.grad
+    assert_all_close(grads, again(expected, wide, seed.double()), bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "keys", "chosen"), [(3, 12, 5), (70, 90, 70)])
+def test_attention_equals_eager(heads: int, keys: int, chosen: int, dtype: torch.dtype) -> None:
+    """Results, weights and gradients are as in float64, for several groups of heads and blocks of keys."""
+    inputs = draw(2, 9, heads, 20, dtype=dtype), draw(2, keys, 20, dtype=dtype)
+    choice, wide = draw_choice(2, 9, keys, chosen), exact(*inputs)
+    mixed, weights = sparse_attention_triton(*inputs, choice, 12, 0.3, True)
+    expected, sums = sparse_attention_eager(*wide, choice, 12, 0.3, True)
+    bound = 4.0 if dtype == torch.bfloat16 else 100.0
+    assert_all_close([mixed, weights.to(dtype)], [expected, sums], bound)
+    assert_same_gradients(mixed, expected, inputs, wide)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_equal_eager(dtype: torch.dtype) -> None:
+    """Chosen keys' scores and gradients are as in float64."""
+    inputs = draw(2, 9, 5, 20, dtype=dtype), draw(2, 80, 20, dtype=dtype), draw(2, 9, 5, dtype=dtype)
+    choice, wide = draw_choice(2, 9, 80, 75), exact(*inputs)
+    actual, expected = score_chosen_keys_triton(*inputs, choice), score_chosen_keys_eager(*wide, choice)
+    assert torch.equal(actual.isfinite(), choice >= 0)
+    actual, expected = actual.where(choice >= 0, 0), expected.where(choice >= 0, 0)
+    assert_all_close([actual.to(dtype)], [expected], 4.0 if dtype == torch.bfloat16 else 100.0)
+    assert_same_gradients(actual, expected, inputs, wide)
+
+
+@pytest.mark.parametrize(("length", "chosen"), [(70, 6), (70, 100), (1, 6)])
+def test_choice_equals_eager(length: int, chosen: int) -> None:
+    """The same keys are chosen in packed rows, for tokens with few and many visible keys, and behind cached keys."""
+    queries, keys, factors = draw(2, length, 12, 20), draw(2, 70, 20), draw(2, length, 12)
+    position = torch.arange(70 - length, 70, dtype=torch.int32, device=DEVICE).expand(2, -1)
+    first = torch.where(position < 40, 0, 40).int()
+    first[1] = 0
+    arguments = queries, keys, factors, first, position - first + 1, chosen
+    actual, expected = choose_keys_triton(*arguments), choose_keys_eager(*arguments)
+    assert torch.equal(actual.sort(-1).values, expected.sort(-1).values)
+    assert torch.equal((actual < 0).sort(-1).values, actual < 0)
+
+
+def test_gradients_have_the_same_bits_in_every_run() -> None:
+    """Gradients of keys that many tokens chose are bitwise equal in a second run."""
+    inputs = draw(1, 20, 3, 20, dtype=torch.bfloat16), draw(1, 20, 20, dtype=torch.bfloat16)
+    choice = draw_choice(1, 20, 20, 8)
+    runs = [
+        torch.autograd.grad(sparse_attention_triton(*inputs, choice, 16, 0.3)[0].sum(), inputs) for _ in range(2)
+    ]
+    assert all(map(torch.equal, *runs))
