@@ -25,11 +25,17 @@ from torch.autograd import Function
 
 from drawloom.kernels.attention.eager import attention_flops
 from drawloom.kernels.operation import make_differentiable, once_differentiable, register_kernel
+from drawloom.kernels.sparse_attention.eager import (
+    choose_keys_eager,
+    score_chosen_keys_eager,
+    sparse_attention_eager,
+)
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
     cdiv,
     check_floats,
     get_dot_precision,
+    has_large_shared_memory,
     load_float32,
     load_or_zero,
     mask_tile,
@@ -41,6 +47,9 @@ CHUNK_BYTES, SCORE_BYTES = 2**31, 2**28
 
 MIN_BLOCK = 64
 """The smallest side of a tile in a product; `triton/chunks.py` has the reason."""
+
+MAX_LATENT_BYTES, MAX_KEY_BYTES = 1152, 512
+"""Most bytes of a latent's and an indexer key's columns in tiles, for which shared memory is enough."""
 
 MASKED = tl.constexpr(-1e38)
 """A missing key's score; scores differ by finite numbers."""
@@ -96,17 +105,18 @@ def _split_choice(choice: Tensor, keys: int, pair_bytes: int) -> Iterator[Chunk]
         yield Chunk(tokens, places, (indices >= 0).sum(1, dtype=torch.int32))
 
 
-
 def choose_keys_triton(
     queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
 ) -> Tensor:
     """
-    Compute choose_keys_eager for float32, bfloat16 and float16; the order of a choice may differ.
+    Compute choose_keys_eager for float32, bfloat16 and float16, in another order; for wide keys, by itself.
 
     queries (rows, length, heads, width), keys (rows, keys, width), factors (rows, length, heads), first and counts
     int32 (rows, length); result int32 (rows, length, chosen).
     """
     check_floats("choose_keys_triton", queries, keys, factors)
+    if not _fits_in_shared_memory(keys, [keys.shape[2]], MAX_KEY_BYTES):
+        return choose_keys_eager(queries, keys, factors, first, counts, chosen)
     return _choose_keys(queries.detach(), keys.detach(), factors.detach(), first, counts, chosen)
 
 
@@ -150,12 +160,14 @@ def _choose_keys(
 
 def score_chosen_keys_triton(queries: Tensor, keys: Tensor, factors: Tensor, choice: Tensor) -> Tensor:
     """
-    Compute score_chosen_keys_eager for float32, bfloat16 and float16.
+    Compute score_chosen_keys_eager for float32, bfloat16 and float16; for wide keys, by itself.
 
     queries (rows, length, heads, width), keys (rows, keys, width), factors (rows, length, heads), choice int32 (rows,
     length, chosen); result float32 (rows, length, chosen).
     """
     check_floats("score_chosen_keys_triton", queries, keys, factors)
+    if not _fits_in_shared_memory(keys, [keys.shape[2]], MAX_KEY_BYTES):
+        return score_chosen_keys_eager(queries, keys, factors, choice)
     return _differentiable_scores(queries, keys, factors, choice)
 
 
@@ -233,12 +245,14 @@ def sparse_attention_triton(
     q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float, with_weights: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """
-    Compute sparse_attention_eager for float32, bfloat16 and float16.
+    Compute sparse_attention_eager for float32, bfloat16 and float16; for wide latents, by itself.
 
     q (rows, length, heads, width), latents (rows, keys, width), choice int32 (rows, length, chosen); results
     (rows, length, heads, value_width), and float32 (rows, length, chosen).
     """
     check_floats("sparse_attention_triton", q, latents)
+    if not _fits_in_shared_memory(latents, [value_width, latents.shape[2] - value_width], MAX_LATENT_BYTES):
+        return sparse_attention_eager(q, latents, choice, value_width, scale, with_weights)
     mixed, weights = _SparseAttention.apply(q, latents, choice, value_width, scale, with_weights)  # type: ignore[no-untyped-call]
     return mixed, weights if with_weights else None
 
@@ -341,9 +355,15 @@ def _attend_backward(
     grads[1].copy_(grad_latents)
 
 
+def _fits_in_shared_memory(keys: Tensor, widths: list[int], max_bytes: int) -> bool:
+    """Return whether programs have enough shared memory for keys (..., width) in tiles of these widths."""
+    has_memory = not keys.is_cuda or has_large_shared_memory(keys.device)
+    return has_memory and sum(map(_block, widths)) * keys.itemsize <= max_bytes
+
+
 def _block(width: int) -> int:
     """Return the tile's columns for `width` columns."""
-    return max(MIN_BLOCK, next_power_of_2(width))
+    return max(MIN_BLOCK, next_power_of_2(max(1, width)))
 
 
 def _build_constants(q: Tensor, value_width: int, chosen: int) -> dict[str, Any]:
@@ -355,7 +375,7 @@ def _build_constants(q: Tensor, value_width: int, chosen: int) -> dict[str, Any]
         "VALUE": value_width,
         "REST": rest,
         "VALUE_BLOCK": _block(value_width),
-        "REST_BLOCK": _block(max(rest, 1)),
+        "REST_BLOCK": _block(rest),
         "CHOSEN": chosen,
         "PRECISION": get_dot_precision(),
     }
@@ -453,7 +473,8 @@ def _score_visible_keys(
     row = tl.minimum(token, count - 1)
     begin, end = tl.load(first + row), tl.load(ends + row)
     total = tl.zeros((TOKENS, KEYS), tl.float32)
-    heads = tl.where((tl.min(begin) < (tl.program_id(1) + 1) * KEYS) & (tl.max(end) > tl.program_id(1) * KEYS), HEADS, 0)
+    is_visible = (tl.min(begin) < (tl.program_id(1) + 1) * KEYS) & (tl.max(end) > tl.program_id(1) * KEYS)
+    heads = tl.where(is_visible, HEADS, 0)
     block = _load_columns(keys, tl.minimum(key, limit - 1), WIDTH, 0, WIDTH, WIDTH_BLOCK)
     for head in range(0, heads):
         query = _load_columns(queries, row * HEADS + head, WIDTH, 0, WIDTH, WIDTH_BLOCK)
@@ -569,7 +590,7 @@ def _compute_score_gradients(
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store gradients of products of queries and latents in the first half of pairs' rows, and weights in the second."""
+    """Store gradients of products of queries and latents in pairs' first rows, and weights in the other half."""
     WIDTH: tl.constexpr = VALUE + REST
     token, _group, head, is_head = _locate_heads(HEADS, BLOCK)
     row, count = token * HEADS + head, tl.load(counts + token)

@@ -44,7 +44,9 @@ def draw_choice(rows: int, length: int, keys: int, chosen: int) -> Tensor:
     return choice.to(DEVICE)
 
 
-def assert_same_gradients(actual: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> None:
+def assert_same_gradients(
+    actual: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], wide: tuple[Tensor, ...]
+) -> None:
     seed = torch.randn_like(actual)
     bound = 4.0 if inputs[0].dtype == torch.bfloat16 else 100.0
     grads = torch.autograd.grad(actual, inputs, seed)
@@ -94,7 +96,5 @@ def test_gradients_have_the_same_bits_in_every_run() -> None:
     """Gradients of keys that many tokens chose are bitwise equal in a second run."""
     inputs = draw(1, 20, 3, 20, dtype=torch.bfloat16), draw(1, 20, 20, dtype=torch.bfloat16)
     choice = draw_choice(1, 20, 20, 8)
-    runs = [
-        torch.autograd.grad(sparse_attention_triton(*inputs, choice, 16, 0.3)[0].sum(), inputs) for _ in range(2)
-    ]
+    runs = [torch.autograd.grad(sparse_attention_triton(*inputs, choice, 16, 0.3)[0].sum(), inputs) for _ in range(2)]
     assert all(map(torch.equal, *runs))

@@ -1,0 +1,253 @@
+"""
+Attention with an indexer (DSA) beside dense latent attention, in a layer like DeepSeek-V3.2's.
+
+`make bench NAME=sparse_attention`, 2 minutes, prints errors against float64 for packed documents, and then, for rows of
+8192 and 32768 tokens, milliseconds and memory for the forward pass and both passes: of the attention of the whole layer
+without the projections that both have in common, and of its operations. Times of kernels follow, and times of single
+operations with other tiles at 8192 tokens.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.clock import error, now, show_kernels
+from drawloom.components.model.decoder.latent import LatentInputs
+from drawloom.components.model.decoder.specs import LayerContext
+from drawloom.components.model.deepseek_v3 import DeepseekV3
+from drawloom.components.model.deepseek_v32 import DeepseekV32
+from drawloom.components.ports.model import LayerRange
+from drawloom.kernels.attention.cudnn import choose_one_document_implementation
+from drawloom.kernels.sparse_attention import eager, triton
+from drawloom.kernels.sparse_attention.triton import TILES, Tile
+from support.qwen3 import kernels_on
+
+HIDDEN, HEADS, LATENT, ROPE, NOPE, QUERY_RANK, CHOSEN = 7168, 128, 512, 64, 128, 1536, 2048
+INDEX_HEADS, INDEX_WIDTH, SCALE = 64, 128, 192**-0.5
+LENGTHS, VARIED_LENGTH = (8192, 32768), 8192
+DOCUMENTS = (300, 2260)
+"""Lengths of the documents for errors; in the second one most tokens see more keys than are chosen."""
+
+VARIANTS = {
+    "weights": [Tile(64, 64, 8, 1), Tile(64, 64, 4, 2), Tile(128, 64, 8, 1)],
+    "sums": [Tile(64, 64, 8, 2), Tile(64, 64, 8, 4), Tile(64, 32, 8, 4)],
+    "gradients": [Tile(64, 32, 4, 3), Tile(64, 64, 4, 1)],
+    "index_scores": [Tile(128, 128, 8, 2), Tile(128, 128, 8, 4), Tile(64, 128, 4, 3)],
+    "chosen_scores": [Tile(64, 64, 4, 2), Tile(64, 128, 4, 3), Tile(64, 128, 8, 3)],
+}
+CHUNKS = (2**30, 2**32)
+
+Call = Callable[[], Any]
+
+
+def main() -> None:
+    """Print all lines."""
+    if not torch.cuda.is_available():
+        sys.exit("there is no GPU here")
+    print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}", flush=True)
+    torch.manual_seed(0)
+    _try("errors", _show_errors)
+    for length in LENGTHS:
+        print(f"\n{length:,} tokens", flush=True)
+        _try("layers", partial(_show_layers, length))
+        _try("operations", partial(_show_operations, length))
+    print(f"\nother tiles, {VARIED_LENGTH:,} tokens", flush=True)
+    calls = _create_operations(VARIED_LENGTH)
+    users = {
+        "weights": ("attention, forwards",),
+        "sums": ("attention, forwards", "attention, both"),
+        "gradients": ("attention, both",),
+        "index_scores": ("choice",),
+        "chosen_scores": ("chosen scores, both",),
+    }
+    for name, tiles in VARIANTS.items():
+        for tile in (TILES[name], *tiles):
+            own, TILES[name] = TILES[name], tile
+            for user in users[name]:
+                _try(f"  {name} {tuple(tile)}: {user}", partial(_show, f"{name} {tuple(tile)}: {user}", calls[user]))
+            TILES[name] = own
+    default = triton.CHUNK_BYTES
+    for triton.CHUNK_BYTES in CHUNKS:
+        name = f"chunks of {triton.CHUNK_BYTES / 2**30:.0f} GiB: attention, both"
+        _try(name, partial(_show, name, calls["attention, both"]))
+    triton.CHUNK_BYTES = default
+
+
+def _try(name: str, run: Call) -> None:
+    """Run a part, and print its error if it fails, as without shared memory."""
+    try:
+        run()
+    except Exception as problem:
+        print(f"  {name}: {type(problem).__name__}: {str(problem)[:200]}", flush=True)
+    torch.cuda.empty_cache()
+
+
+def _draw(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") * scale).bfloat16().requires_grad_()
+
+
+def _show(name: str, call: Call) -> None:
+    """Print a call's median milliseconds of three, after one, and its peak memory beyond the memory in use before."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(3):
+        start = now(True)
+        call()
+        end = now(True)
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    memory = (torch.cuda.max_memory_allocated() - before) / 2**30
+    print(f"  {name}: {median(times):.2f} ms, {memory:.1f} GiB", flush=True)
+
+
+def _draw_index_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    factors = torch.randn(1, length, INDEX_HEADS, device="cuda") * (INDEX_HEADS * INDEX_WIDTH) ** -0.5
+    return _draw(1, length, INDEX_HEADS, INDEX_WIDTH), _draw(1, length, INDEX_WIDTH), factors.requires_grad_()
+
+
+def _show_errors() -> None:
+    """Print errors for packed documents, and whether gradients have the same bits in a second run."""
+    length = sum(DOCUMENTS)
+    starts = torch.tensor([0, DOCUMENTS[0]], dtype=torch.int32)
+    first = starts.repeat_interleave(torch.tensor(DOCUMENTS))[None].cuda()
+    counts = torch.arange(1, length + 1, dtype=torch.int32, device="cuda")[None] - first
+    index = _draw_index_inputs(length)
+    choice = triton.choose_keys_triton(*index, first, counts, CHOSEN)
+    exact = eager.choose_keys_eager(*(x.double() for x in index), first, counts, CHOSEN)
+    marks = [
+        torch.zeros(length, length + 1, device="cuda").scatter_(1, x[0].long() % (length + 1), 1)
+        for x in (choice, exact)
+    ]
+    same = (marks[0] * marks[1])[:, :length].sum() / marks[1][:, :length].sum()
+    print(f"  same keys chosen: {same.item():.5f}", flush=True)
+    _show_error("chosen scores", triton.score_chosen_keys_triton, eager.score_chosen_keys_eager, index, (choice,))
+    inputs = _draw(1, length, HEADS, LATENT + ROPE), _draw(1, length, LATENT + ROPE, scale=0.3)
+    options = choice, LATENT, SCALE, True
+    _show_error("attention", triton.sparse_attention_triton, eager.sparse_attention_eager, inputs, options)
+
+
+def _show_error(
+    name: str,
+    rule: Callable[..., Any],
+    exact_rule: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    options: tuple[Any, ...],
+) -> None:
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    results: list[Any] = []
+    for call, learned in ((rule, inputs), (exact_rule, wide), (rule, inputs)):
+        result = call(*learned, *options)
+        tensors = [x.masked_fill(x == -torch.inf, 0) for x in (result if isinstance(result, tuple) else (result,))]
+        seed = torch.randn(tensors[0].shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+        results.append([*tensors, *torch.autograd.grad(tensors[0], learned, seed.to(tensors[0].dtype))])
+    errors = " ".join(f"{error([x], [y]):.1e}" for x, y in zip(results[0], results[1], strict=True))
+    same = all(map(torch.equal, results[0], results[2]))
+    print(f"  {name}: errors of results and gradients {errors}; second run has the same bits: {same}", flush=True)
+
+
+def _create_operations(length: int) -> dict[str, Call]:
+    """Return calls of operations by name; one document per row."""
+    first = torch.zeros(1, length, dtype=torch.int32, device="cuda")
+    counts = torch.arange(1, length + 1, dtype=torch.int32, device="cuda")[None]
+    index = _draw_index_inputs(length)
+    inputs = _draw(1, length, HEADS, LATENT + ROPE), _draw(1, length, LATENT + ROPE)
+    choice = triton.choose_keys_triton(*index, first, counts, CHOSEN)
+    seed, score_seed = _draw(1, length, HEADS, LATENT).detach(), torch.randn(choice.shape, device="cuda")
+
+    def attend(with_weights: bool) -> Any:
+        return triton.sparse_attention_triton(*inputs, choice, LATENT, SCALE, with_weights)
+
+    def score() -> Tensor:
+        return triton.score_chosen_keys_triton(*index, choice)
+
+    return {
+        "choice": lambda: triton.choose_keys_triton(*index, first, counts, CHOSEN),
+        "chosen scores, forwards": torch.no_grad()(score),
+        "chosen scores, both": lambda: torch.autograd.grad(score(), index, score_seed),
+        "attention, forwards": torch.no_grad()(lambda: attend(True)),
+        "attention, forwards, without weights": torch.no_grad()(lambda: attend(False)),
+        "attention, both": lambda: torch.autograd.grad(attend(True)[0], inputs, seed),
+    }
+
+
+def _show_operations(length: int) -> None:
+    calls = _create_operations(length)
+    for name, call in calls.items():
+        _show(name, call)
+    for name in ("choice", "chosen scores, both", "attention, both"):
+        print(f"   {name}", flush=True)
+        show_kernels(calls[name], 10)
+
+
+def _build_attention(kind: Any, **sizes: Any) -> Any:
+    """Return a layer's attention, with random weights."""
+    model = kind(
+        kernels=kernels_on(torch.device("cuda")),
+        num_hidden_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=ROPE,
+        qk_nope_head_dim=NOPE,
+        v_head_dim=NOPE,
+        kv_lora_rank=LATENT,
+        q_lora_rank=QUERY_RANK,
+        first_k_dense_replace=0,
+        num_experts=16,
+        num_experts_per_tok=8,
+        moe_intermediate_size=256,
+        intermediate_size=256,
+        vocab_size=128,
+        **sizes,
+    )
+    with torch.device("cuda"):
+        attention = model.build(LayerRange(0, 1, embedding=False, head=False)).model.layers["0"].self_attn.bfloat16()
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
+    return attention
+
+
+def _show_layers(length: int) -> None:
+    """Print attention's times in whole layers: from projected queries and latents to values by head."""
+    indexer = {"index_topk": CHOSEN, "index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_WIDTH}
+    layers = {
+        "dense layer": _build_attention(DeepseekV3),
+        "sparse layer, frozen indexer": _build_attention(DeepseekV32, **indexer, indexer_loss_coef=0.0),
+        "sparse layer": _build_attention(DeepseekV32, **indexer),
+    }
+    widths = (HEADS, NOPE), (HEADS, ROPE), (LATENT,), (1, ROPE)
+    inputs = LatentInputs(*(_draw(1, length, *width) for width in widths))
+    hidden, query_latent = _draw(1, length, HIDDEN).detach(), _draw(1, length, QUERY_RANK).detach()
+    documents = torch.zeros(1, length, dtype=torch.int64, device="cuda")
+    angles = torch.rand(2, 1, length, ROPE // 2, device="cuda").unbind()
+    context = LayerContext(documents, angles, None, torch.ones(1, length, device="cuda"))
+    seed = _draw(1, length, HEADS, NOPE).detach()
+    for name, layer in layers.items():
+        mask = layer.kernels.attention_mask(documents, one_document_per_row=True)
+
+        def attend(layer: Any = layer, mask: Any = mask) -> Tensor:
+            result: Tensor = layer.attend(inputs, hidden, query_latent, context._replace(mask=mask))
+            return result
+
+        def learn(layer: Any = layer, attend: Callable[[], Tensor] = attend) -> None:
+            attend().backward(seed)
+            for x in (*inputs, *layer.parameters()):
+                x.grad = None
+
+        if name == "dense layer":
+            q = torch.cat(inputs[:2], -1)
+            print(f"  dense by {choose_one_document_implementation(q, q, q[..., :NOPE])}", flush=True)
+        _try(name, partial(_show, f"{name}, forwards", torch.no_grad()(attend)))
+        _try(name, partial(_show, f"{name}, both", learn))
+
+
+if __name__ == "__main__":
+    main()
