@@ -54,6 +54,9 @@ MAX_LATENT_BYTES, MAX_KEY_BYTES = 1152, 512
 MASKED = tl.constexpr(-1e38)
 """A missing key's score; scores differ by finite numbers."""
 
+MAX_SUMS = 2**15
+"""Sums in a program, 128 registers of 256 threads."""
+
 COLUMNS, ENTRIES = 128, 32
 """Columns of keys' gradients in a program, and parts that it loads at a time."""
 
@@ -68,16 +71,17 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
-    def build_constants(self) -> dict[str, int]:
-        """Return launch options."""
-        return {"BLOCK": self.heads, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+    def build_constants(self, heads: int) -> dict[str, int]:
+        """Return launch options for a token with this many heads."""
+        block = max(MIN_BLOCK, min(self.heads, next_power_of_2(heads)))
+        return {"BLOCK": block, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
 
 TILES = {
     "index_scores": Tile(128, 128, 8, 3),
     "chosen_scores": Tile(64, 64, 4, 3),
-    "weights": Tile(64, 64, 8, 2),
-    "sums": Tile(64, 64, 8, 3),
+    "weights": Tile(128, 64, 8, 1),
+    "sums": Tile(128, 64, 8, 3),
     "gradients": Tile(64, 64, 8, 1),
 }
 """Tiles by kernel, for an H200."""
@@ -237,7 +241,7 @@ def _score_chunk(
         WIDTH_BLOCK=_block(width),
         CHOSEN=chunk.places.shape[1],
         PRECISION=get_dot_precision(),
-        **TILES["chosen_scores"].build_constants(),
+        **TILES["chosen_scores"]._replace(heads=heads).build_constants(heads),
     )
 
 
@@ -298,7 +302,7 @@ def _attend(
 ) -> None:
     mixed, sums, lse = (x.flatten(0, 1) for x in results)
     q, latents, (heads, chosen) = q.contiguous().flatten(0, 1), latents.contiguous(), (q.shape[2], choice.shape[2])
-    constants = _build_constants(q, value_width, chosen) | TILES["weights"].build_constants()
+    constants = _build_constants(q, value_width, chosen) | TILES["weights"].build_constants(heads)
     groups, blocks = cdiv(heads, constants["BLOCK"]), cdiv(chosen, constants["KEYS"])
     for chunk in _split_choice(choice, latents.shape[1], heads * q.itemsize):
         count = len(chunk.counts)
@@ -339,7 +343,7 @@ def _attend_backward(
     (heads, width), chosen, pair_bytes = q.shape[2:], choice.shape[2], _count_pair_bytes(q, latents)
     grad, q, mixed, lse = (x.contiguous().flatten(0, 1) for x in (grad, q, mixed, lse))
     latents, grad_latents = latents.contiguous(), latents.new_zeros(latents.shape, dtype=torch.float32)
-    constants = _build_constants(q, mixed.shape[2], chosen) | TILES["gradients"].build_constants()
+    constants = _build_constants(q, mixed.shape[2], chosen) | TILES["gradients"].build_constants(heads)
     for chunk in _split_choice(choice, latents.shape[1], pair_bytes):
         count, tokens = len(chunk.counts), chunk.tokens
         pairs = q.new_empty(count, 2 * heads, chosen)  # gradients of scores, and weights
@@ -399,15 +403,16 @@ def _sum_rows(
     """
     result = result.view(-1, *result.shape[-2:])[chunk.tokens]
     (count, heads, _), chosen = result.shape, weights.shape[2]
-    constants = _build_constants(result, 1 << (columns.bit_length() - 1), chosen) | TILES["sums"].build_constants()
-    groups = cdiv(heads, constants["BLOCK"])
+    constants = TILES["sums"].build_constants(heads)
+    groups, main = cdiv(heads, constants["BLOCK"]), 1 << (columns.bit_length() - 1)
+    part = min(main, MAX_SUMS // constants["BLOCK"])
     sums = weights.new_zeros(groups, count, chosen, dtype=torch.float32) if with_sums else None
-    _sum_chosen_rows[(count * groups,)](
+    _sum_chosen_rows[(count * groups, cdiv(main, part))](
         *(weights, latents, chunk.places, chunk.counts, maxima, lse, sums, result, count),
         WEIGHT_ROWS=weights.shape[1],
         WIDTH=latents.shape[-1],
         MAXIMA_KEYS=TILES["weights"].keys,
-        **constants,
+        **_build_constants(result, main, chosen) | {"VALUE_BLOCK": _block(part)} | constants,
     )
     return sums
 
@@ -458,6 +463,14 @@ def _locate_keys(places, token, start, count, CHOSEN: tl.constexpr, KEYS: tl.con
     slot = start + tl.arange(0, KEYS)
     inside = slot < count
     return slot, inside, tl.load(places + token * CHOSEN + slot, mask=inside, other=0)
+
+
+@triton.jit
+def _multiply_both(query, value, query_rest, rest, scale, PRECISION: tl.constexpr):
+    """Return the scaled sum of query @ value.T and query_rest @ rest.T, float32."""
+    # One product's result is not the other's operand: Triton would give all warps the same columns.
+    products = tl.dot(query, value.T, input_precision=PRECISION) * scale
+    return products + tl.dot(query_rest, rest.T, input_precision=PRECISION) * scale
 
 
 # fmt: off
@@ -533,10 +546,9 @@ def _weigh_keys(
     for start in range(0, count, KEYS):
         slot, inside, place = _locate_keys(places, token, start, count, CHOSEN, KEYS)
         value = _load_columns(latents, place, WIDTH, 0, VALUE, VALUE_BLOCK)
-        scores = tl.dot(query, value.T, input_precision=PRECISION)
         rest = _load_columns(latents, place, WIDTH, VALUE, REST, REST_BLOCK)
-        scores = tl.dot(query_rest, rest.T, scores, input_precision=PRECISION)
-        scores = tl.where(inside[None, :], scores * scale, MASKED)
+        scores = _multiply_both(query, value, query_rest, rest, scale, PRECISION)
+        scores = tl.where(inside[None, :], scores, MASKED)
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weight = tl.exp2(scores - new_largest[:, None])
         total = total * tl.exp2(largest - new_largest) + tl.sum(weight, 1)
@@ -555,12 +567,19 @@ def _sum_chosen_rows(
     KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store weighted sums of a token's chosen rows, by head, and of its weights, over the group of heads."""
+    """
+    Store some columns of weighted sums of a token's chosen rows, by head, and its weights' sums over a group of heads.
+
+    The last program for a group also has the REST columns; others do not store them.
+    """
     BLOCKS: tl.constexpr = (CHOSEN + MAXIMA_KEYS - 1) // MAXIMA_KEYS
+    PART: tl.constexpr = VALUE if VALUE < VALUE_BLOCK else VALUE_BLOCK
     token, group, head, is_head = _locate_heads(HEADS, BLOCK)
     row, count = token * HEADS + head, tl.load(counts + token)
     if lse is not None:
         statistic = tl.load(lse + row)
+    column = tl.program_id(1) * VALUE_BLOCK
+    is_last = column + VALUE_BLOCK >= VALUE
     mixed, mixed_rest = tl.zeros((BLOCK, VALUE_BLOCK), tl.float32), tl.zeros((BLOCK, REST_BLOCK), tl.float32)
     for start in range(0, count, KEYS):
         slot, inside, place = _locate_keys(places, token, start, count, CHOSEN, KEYS)
@@ -570,16 +589,18 @@ def _sum_chosen_rows(
             largest = tl.load(maxima + row * BLOCKS + start // MAXIMA_KEYS)
             exact = weight.to(tl.float32) * tl.exp2(largest - statistic)[:, None]
             if sums is not None:
-                tl.store(sums + (group * tokens + token) * CHOSEN + slot, tl.sum(exact, 0), mask=inside)
+                is_own = slot < tl.where(is_last, count, 0)
+                tl.store(sums + (group * tokens + token) * CHOSEN + slot, tl.sum(exact, 0), mask=is_own)
             weight = exact.to(latents.dtype.element_ty)
-        value = _load_columns(latents, place, WIDTH, 0, VALUE, VALUE_BLOCK)
+        value = _load_columns(latents + column, place, WIDTH, 0, PART, VALUE_BLOCK)
         mixed = tl.dot(weight, value, mixed, input_precision=PRECISION)
         if REST > 0:
             rest = _load_columns(latents, place, WIDTH, VALUE, REST, REST_BLOCK)
             mixed_rest = tl.dot(weight, rest, mixed_rest, input_precision=PRECISION)
-    _store_columns(result, row, is_head, mixed, VALUE + REST, 0, VALUE, VALUE_BLOCK)
+    _store_columns(result + column, row, is_head, mixed, VALUE + REST, 0, PART, VALUE_BLOCK)
     if REST > 0:
-        _store_columns(result, row, is_head, mixed_rest, VALUE + REST, VALUE, REST, REST_BLOCK)
+        is_own_head = is_head & (head < tl.where(is_last, HEADS, 0))
+        _store_columns(result, row, is_own_head, mixed_rest, VALUE + REST, VALUE, REST, REST_BLOCK)
 
 
 # fmt: off
@@ -602,11 +623,10 @@ def _compute_score_gradients(
     for start in range(0, count, KEYS):
         slot, inside, place = _locate_keys(places, token, start, count, CHOSEN, KEYS)
         value = _load_columns(latents, place, WIDTH, 0, VALUE, VALUE_BLOCK)
-        scores = tl.dot(query, value.T, input_precision=PRECISION)
         rest = _load_columns(latents, place, WIDTH, VALUE, REST, REST_BLOCK)
-        scores = tl.dot(query_rest, rest.T, scores, input_precision=PRECISION)
+        scores = _multiply_both(query, value, query_rest, rest, scale, PRECISION)
         to_weight = tl.dot(wanted, value.T, input_precision=PRECISION)
-        weight = tl.exp2(scores * scale - statistic[:, None])
+        weight = tl.exp2(scores - statistic[:, None])
         to_score = weight * (to_weight - along[:, None]) * factor
         is_pair = mask_tile(is_head, inside)
         target = pairs + (2 * token * HEADS + head)[:, None] * CHOSEN + slot[None, :]

@@ -34,8 +34,8 @@ DOCUMENTS = (300, 2260)
 """Lengths of the documents for errors; in the second one most tokens see more keys than are chosen."""
 
 VARIANTS = {
-    "weights": [Tile(64, 64, 8, 1), Tile(64, 64, 4, 2), Tile(128, 64, 8, 1)],
-    "sums": [Tile(64, 64, 8, 2), Tile(64, 64, 8, 4), Tile(64, 32, 8, 4)],
+    "weights": [Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)],
+    "sums": [Tile(128, 64, 8, 2), Tile(128, 64, 8, 4), Tile(64, 64, 8, 3), Tile(128, 128, 8, 3)],
     "gradients": [Tile(64, 32, 4, 3), Tile(64, 64, 4, 1)],
     "index_scores": [Tile(128, 128, 8, 2), Tile(128, 128, 8, 4), Tile(64, 128, 4, 3)],
     "chosen_scores": [Tile(64, 64, 4, 2), Tile(64, 128, 4, 3), Tile(64, 128, 8, 3)],
