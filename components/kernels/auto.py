@@ -290,11 +290,8 @@ class AutoKernels(_OperationSettings):
 
     def choose_keys(
         self, queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         return self._functions["choose_keys"](queries, keys, factors, first, counts, chosen)  # type: ignore[no-any-return]
-
-    def score_chosen_keys(self, queries: Tensor, keys: Tensor, factors: Tensor, choice: Tensor) -> Tensor:
-        return self._functions["score_chosen_keys"](queries, keys, factors, choice)  # type: ignore[no-any-return]
 
     def sparse_attention(
         self, q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float, with_weights: bool = False

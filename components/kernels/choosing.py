@@ -58,9 +58,6 @@ OPERATIONS = {
         ("cudnn", "flex", "eager"),
     ),
     "choose_keys": _create_operation("an indexer's choice of keys", "sparse_attention", "choose_keys"),
-    "score_chosen_keys": _create_operation(
-        "an indexer's scores of chosen keys", "sparse_attention", "score_chosen_keys"
-    ),
     "sparse_attention": _create_operation("attention to chosen keys", "sparse_attention", "sparse_attention"),
     "causal_conv": _create_operation("the convolution over tokens in recurrent layers", "gated_delta", "causal_conv"),
     "gated_delta_rule": _create_operation("the gated delta rule in recurrent layers", "gated_delta", "delta_rule"),

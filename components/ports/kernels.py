@@ -226,20 +226,15 @@ class Kernels(Protocol):
 
     def choose_keys(
         self, queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """
-        Choose the `chosen` visible keys with the best scores for each token, without gradients.
+        Choose the `chosen` visible keys with the best scores for each token.
 
         queries: (rows, length, heads, width); keys: (rows, keys, width); factors: (rows, length, heads). A score is the
         sum over heads of factor * relu(query . key). A token sees `counts` keys from the index `first` on, int32 (rows,
-        length); the last `length` keys are the tokens' own or come after them. The result, int32 (rows, length,
-        chosen), has indices of keys, and -1 behind them if there are fewer.
-        """
-        ...
-
-    def score_chosen_keys(self, queries: Tensor, keys: Tensor, factors: Tensor, choice: Tensor) -> Tensor:
-        """
-        Return the scores of a choice by `choose_keys`, at least float32 (rows, length, chosen); -inf without a key.
+        length); the last `length` keys are the tokens' own or come after them. The choice, int32 (rows, length,
+        chosen), has indices of keys, and -1 behind them if there are fewer. Its scores have this shape, are at least
+        float32, and -inf without a key.
         """
         ...
 

@@ -14,32 +14,22 @@ from drawloom.kernels.operation import upcast
 
 def choose_keys_eager(
     queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """
-    Choose the `chosen` visible keys with the best scores for each token; without gradients.
+    Choose the `chosen` visible keys with the best scores for each token; return the choice and its scores.
 
     queries (rows, length, heads, width), keys (rows, keys, width) and factors (rows, length, heads): a score is the sum
     over heads of factor * relu(query . key). A token sees `counts` keys from the index `first` on, int32
-    (rows, length).
+    (rows, length). Scores are at least float32 (rows, length, chosen), -inf without a key.
     """
-    scores = _score_keys(queries.detach(), keys.detach(), factors.detach())
+    products = torch.einsum("rqhd,rkd->rqhk", upcast(queries), upcast(keys)).relu()
+    scores = torch.einsum("rqhk,rqh->rqk", products, upcast(factors))
     key, first = torch.arange(keys.shape[1], device=keys.device), first[..., None]
     visible = (key >= first) & (key < first + counts[..., None])
     best = scores.masked_fill(~visible, -torch.inf).topk(min(chosen, keys.shape[1]))
-    indices = best.indices.masked_fill(best.values == -torch.inf, -1)
-    return F.pad(indices, (0, chosen - indices.shape[-1]), value=-1).int()
-
-
-def score_chosen_keys_eager(queries: Tensor, keys: Tensor, factors: Tensor, choice: Tensor) -> Tensor:
-    """Return the chosen keys' scores (rows, length, chosen), at least float32; -inf where there is no key."""
-    scores = _score_keys(queries, keys, factors).gather(-1, choice.clamp(min=0).long())
-    return scores.masked_fill(choice < 0, -torch.inf)
-
-
-def _score_keys(queries: Tensor, keys: Tensor, factors: Tensor) -> Tensor:
-    """Return all scores (rows, length, keys)."""
-    products = torch.einsum("rqhd,rkd->rqhk", upcast(queries), upcast(keys)).relu()
-    return torch.einsum("rqhk,rqh->rqk", products, upcast(factors))
+    missing = 0, chosen - best.indices.shape[-1]
+    choice = F.pad(best.indices.masked_fill(best.values == -torch.inf, -1), missing, value=-1)
+    return choice.int(), F.pad(best.values, missing, value=-torch.inf)
 
 
 def sparse_attention_eager(

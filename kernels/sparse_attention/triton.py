@@ -14,6 +14,7 @@ An indexer's scores exist for a chunk of tokens and all keys; torch selects the 
 """
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.attention.eager import attention_flops
-from drawloom.kernels.operation import make_differentiable, once_differentiable, register_kernel
+from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.sparse_attention.eager import (
     choose_keys_eager,
-    score_chosen_keys_eager,
     sparse_attention_eager,
 )
 from drawloom.kernels.triton.launch import cache_launches
@@ -79,7 +79,7 @@ class Tile(NamedTuple):
 
 TILES = {
     "index_scores": Tile(128, 128, 8, 3),
-    "chosen_scores": Tile(64, 64, 4, 3),
+    "products": Tile(64, 64, 4, 3),
     "weights": Tile(128, 64, 8, 1),
     "sums": Tile(128, 64, 8, 3),
     "gradients": Tile(64, 64, 8, 1),
@@ -111,138 +111,115 @@ def _split_choice(choice: Tensor, keys: int, pair_bytes: int) -> Iterator[Chunk]
 
 def choose_keys_triton(
     queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """
     Compute choose_keys_eager for float32, bfloat16 and float16, in another order; for wide keys, by itself.
 
     queries (rows, length, heads, width), keys (rows, keys, width), factors (rows, length, heads), first and counts
-    int32 (rows, length); result int32 (rows, length, chosen).
+    int32 (rows, length); results int32 and float32 (rows, length, chosen).
     """
     check_floats("choose_keys_triton", queries, keys, factors)
     if not _fits_in_shared_memory(keys, [keys.shape[2]], MAX_KEY_BYTES):
         return choose_keys_eager(queries, keys, factors, first, counts, chosen)
-    return _choose_keys(queries.detach(), keys.detach(), factors.detach(), first, counts, chosen)
+    return _Choice.apply(queries, keys, factors, first, counts, chosen)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Choice(Function):
+    """A choice of keys with their scores, which have gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return indices and scores, both (rows, length, chosen)."""
+        choice, scores = _choose_keys(queries, keys, factors, first, counts, chosen)
+        ctx.save_for_backward(queries, keys, factors, choice)
+        ctx.mark_non_differentiable(choice)
+        return choice, scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_choose_keys_backward(grad, *ctx.saved_tensors), *(None,) * 3
 
 
 @register_kernel(
     "choose_keys",
-    lambda queries, chosen: queries.new_empty(*queries.shape[:2], chosen, dtype=torch.int32),
+    lambda queries, chosen: tuple(
+        queries.new_empty(*queries.shape[:2], chosen, dtype=dtype) for dtype in (torch.int32, torch.float32)
+    ),
     flops=lambda queries, keys: 2.0 * queries.numel() * keys.shape[1],
     scratch=lambda queries, keys: min(SCORE_BYTES, 4 * queries.shape[:2].numel() * keys.shape[1]),
     is_attention=True,
 )
 def _choose_keys(
-    choice: Tensor, queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
+    results: tuple[Tensor, Tensor],
+    queries: Tensor,
+    keys: Tensor,
+    factors: Tensor,
+    first: Tensor,
+    counts: Tensor,
+    chosen: int,
 ) -> None:
     (rows, length, heads, width), total = queries.shape, keys.shape[1]
     tile, slot = TILES["index_scores"], torch.arange(chosen, dtype=torch.int32, device=keys.device)
-    ends, size = first + counts, max(1, SCORE_BYTES // (4 * total))
-    for row in range(rows):
-        for begin in range(0, length, size):
-            tokens = slice(begin, min(begin + size, length))
-            all_visible = torch.where(slot < counts[row, tokens, None], first[row, tokens, None] + slot, -1)
-            limit = min(total, tokens.stop + total - length)
-            if limit <= chosen:
-                choice[row, tokens] = all_visible
-                continue
-            scores = queries.new_empty(tokens.stop - begin, limit, dtype=torch.float32)
-            _score_visible_keys[(cdiv(len(scores), tile.heads), cdiv(limit, tile.keys))](
-                *(x[row, tokens].contiguous() for x in (queries, factors, first, ends)),
-                *(keys[row].contiguous(), scores, len(scores), limit),
-                HEADS=heads,
-                WIDTH=width,
-                WIDTH_BLOCK=_block(width),
-                TOKENS=tile.heads,
-                KEYS=tile.keys,
-                PRECISION=get_dot_precision(),
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-            )
-            best = scores.topk(chosen, sorted=False).indices.int()
-            choice[row, tokens] = torch.where(counts[row, tokens, None] > chosen, best, all_visible)
+    ends, size = first + counts, max(1, SCORE_BYTES // (4 * max(total, chosen)))
+    for row, begin in product(range(rows), range(0, length, size)):
+        tokens = slice(begin, min(begin + size, length))
+        limit = min(total, tokens.stop + total - length)
+        scores = keys.new_empty(tokens.stop - begin, max(limit, chosen), dtype=torch.float32)
+        _score_visible_keys[tuple(map(cdiv, scores.shape, (tile.heads, tile.keys)))](
+            *(x[row, tokens].contiguous() for x in (queries, factors, first, ends)),
+            *(keys[row].contiguous(), scores, *scores.shape, limit),
+            HEADS=heads,
+            WIDTH=width,
+            WIDTH_BLOCK=_block(width),
+            TOKENS=tile.heads,
+            KEYS=tile.keys,
+            PRECISION=get_dot_precision(),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        begins, seen = first[row, tokens, None], counts[row, tokens, None]
+        best = scores.topk(chosen, sorted=False).indices
+        best = torch.where(seen > chosen, best, torch.where(slot < seen, begins + slot, -1))
+        results[0][row, tokens] = best
+        results[1][row, tokens] = scores.gather(1, best.clamp(min=0)).masked_fill(best < 0, -torch.inf)
 
 
-def score_chosen_keys_triton(queries: Tensor, keys: Tensor, factors: Tensor, choice: Tensor) -> Tensor:
-    """
-    Compute score_chosen_keys_eager for float32, bfloat16 and float16; for wide keys, by itself.
-
-    queries (rows, length, heads, width), keys (rows, keys, width), factors (rows, length, heads), choice int32 (rows,
-    length, chosen); result float32 (rows, length, chosen).
-    """
-    check_floats("score_chosen_keys_triton", queries, keys, factors)
-    if not _fits_in_shared_memory(keys, [keys.shape[2]], MAX_KEY_BYTES):
-        return score_chosen_keys_eager(queries, keys, factors, choice)
-    return _differentiable_scores(queries, keys, factors, choice)
+def _count_index_pair_bytes(queries: Tensor) -> int:
+    """Return bytes per token and chosen key for gradients of products by head, and a part of the key's gradient."""
+    return queries.itemsize * (queries.shape[2] + queries.shape[3])
 
 
 @register_kernel(
-    "chosen_scores",
-    lambda choice: choice.new_empty(choice.shape, dtype=torch.float32),
-    flops=lambda queries, choice: 2.0 * queries.shape[2:].numel() * choice.numel(),
-)
-def _score_chosen_keys(scores: Tensor, queries: Tensor, keys: Tensor, factors: Tensor, choice: Tensor) -> None:
-    queries, keys, factors = queries.contiguous(), keys.contiguous(), factors.contiguous()
-    scores.fill_(-torch.inf)
-    for chunk in _split_choice(choice, keys.shape[1], scores.itemsize):
-        _score_chunk(chunk, queries, keys, factors, None, scores.flatten(0, 1)[chunk.tokens], None, None)
-
-
-@register_kernel(
-    "chosen_scores_backward",
+    "choose_keys_backward",
     lambda queries, keys, factors: tuple(x.new_empty(x.shape) for x in (queries, keys, factors)),
     flops=lambda queries, choice: 6.0 * queries.shape[2:].numel() * choice.numel(),
     scratch=lambda queries, choice: min(CHUNK_BYTES, _count_index_pair_bytes(queries) * choice.numel()),
 )
-def _score_chosen_keys_backward(
-    grads: tuple[Tensor, Tensor, Tensor],
-    grad: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    factors: Tensor,
-    choice: Tensor,
+def _choose_keys_backward(
+    grads: tuple[Tensor, Tensor, Tensor], grad: Tensor, queries: Tensor, keys: Tensor, factors: Tensor, choice: Tensor
 ) -> None:
-    queries, keys, factors = queries.contiguous(), keys.contiguous(), factors.contiguous()
-    grad, heads, chosen = grad.contiguous().flatten(0, 1), queries.shape[2], choice.shape[2]
-    grad_keys = keys.new_zeros(keys.shape, dtype=torch.float32)
-    for chunk in _split_choice(choice, keys.shape[1], _count_index_pair_bytes(queries)):
-        pairs = queries.new_empty(len(chunk.counts), heads, chosen)
-        grad_factors = grads[2].flatten(0, 1)[chunk.tokens]
-        _score_chunk(chunk, queries, keys, factors, grad[chunk.tokens], None, pairs, grad_factors)
-        _sum_rows(chunk, pairs, keys, grads[0], keys.shape[2])
-        _add_by_key(chunk, pairs, queries.flatten(0, 1)[chunk.tokens], grad_keys)
+    (heads, width), chosen, pair_bytes = queries.shape[2:], choice.shape[2], _count_index_pair_bytes(queries)
+    grad, queries, factors = (x.contiguous().flatten(0, 1) for x in (grad, queries, factors))
+    keys, grad_keys = keys.contiguous(), keys.new_zeros(keys.shape, dtype=torch.float32)
+    for chunk in _split_choice(choice, keys.shape[1], pair_bytes):
+        tokens, count = chunk.tokens, len(chunk.counts)
+        pairs = queries.new_empty(count, heads, chosen)
+        _compute_product_gradients[(count,)](
+            *(grad[tokens], queries[tokens], factors[tokens], keys, chunk.places, chunk.counts, pairs),
+            grads[2].flatten(0, 1)[tokens],
+            HEADS=heads,
+            WIDTH=width,
+            WIDTH_BLOCK=_block(width),
+            CHOSEN=chosen,
+            PRECISION=get_dot_precision(),
+            **TILES["products"]._replace(heads=heads).build_constants(heads),
+        )
+        _sum_rows(chunk, pairs, keys, grads[0], width)
+        _add_by_key(chunk, pairs, queries[tokens], grad_keys)
     grads[1].copy_(grad_keys)
-
-
-_differentiable_scores = make_differentiable(_score_chosen_keys, _score_chosen_keys_backward)
-
-
-def _count_index_pair_bytes(queries: Tensor) -> int:
-    """Return bytes per token and chosen key for gradients of scores by head, and a part of the key's gradient."""
-    return queries.itemsize * (queries.shape[2] + queries.shape[3])
-
-
-def _score_chunk(
-    chunk: Chunk,
-    queries: Tensor,
-    keys: Tensor,
-    factors: Tensor,
-    grad: Tensor | None,
-    scores: Tensor | None,
-    pairs: Tensor | None,
-    grad_factors: Tensor | None,
-) -> None:
-    """Fill the scores, or for their gradient, the gradients of products by head and of factors."""
-    heads, width = queries.shape[2:]
-    _score_chosen[(len(chunk.counts),)](
-        *(x.flatten(0, 1)[chunk.tokens] for x in (queries, factors)),
-        *(keys, chunk.places, chunk.counts, grad, scores, pairs, grad_factors),
-        HEADS=heads,
-        WIDTH=width,
-        WIDTH_BLOCK=_block(width),
-        CHOSEN=chunk.places.shape[1],
-        PRECISION=get_dot_precision(),
-        **TILES["chosen_scores"]._replace(heads=heads).build_constants(heads),
-    )
 
 
 def sparse_attention_triton(
@@ -474,9 +451,9 @@ def _multiply_both(query, value, query_rest, rest, scale, PRECISION: tl.constexp
 
 
 # fmt: off
-@cache_launches("count", "limit")
+@cache_launches("count", "columns", "limit")
 def _score_visible_keys(
-    queries, factors, first, ends, keys, scores, count, limit, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    queries, factors, first, ends, keys, scores, count, columns, limit, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
@@ -495,37 +472,32 @@ def _score_visible_keys(
         total += load_float32(factors + row * HEADS + head, None)[:, None] * tl.maximum(products, 0.0)
     visible = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
     total = tl.where(visible, total, -float("inf"))
-    tl.store(scores + token.to(tl.int64)[:, None] * limit + key[None, :], total, mask_tile(token < count, key < limit))
+    target = scores + token.to(tl.int64)[:, None] * columns + key[None, :]
+    tl.store(target, total, mask_tile(token < count, key < columns))
 
 
 # fmt: off
 @cache_launches()
-def _score_chosen(
-    queries, factors, keys, places, counts, grad, scores, pairs, grad_factors, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+def _compute_product_gradients(
+    grad, queries, factors, keys, places, counts, pairs, grad_factors, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store a token's scores; or, with their gradient, gradients of products by head, and of the token's factors."""
+    """Store gradients of a token's products with chosen keys, by head, and of its factors."""
     token, _group, head, is_head = _locate_heads(HEADS, BLOCK)
     count = tl.load(counts + token)
     query = _load_columns(queries, token * HEADS + head, WIDTH, 0, WIDTH, WIDTH_BLOCK)
-    factor = tl.where(is_head, tl.load(factors + token * HEADS + head).to(tl.float32), 0.0)
-    to_factor = tl.zeros((BLOCK,), tl.float32)
+    factor, to_factor = tl.load(factors + token * HEADS + head).to(tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, count, KEYS):
         slot, inside, place = _locate_keys(places, token, start, count, CHOSEN, KEYS)
         block = _load_columns(keys, place, WIDTH, 0, WIDTH, WIDTH_BLOCK)
         products = tl.dot(query, block.T, input_precision=PRECISION)
-        if grad is None:
-            total = tl.sum(factor[:, None] * tl.maximum(products, 0.0), 0)
-            tl.store(scores + token * CHOSEN + slot, total, mask=inside)
-        else:
-            wanted = load_float32(grad + token * CHOSEN + slot, inside)[None, :]
-            to_factor += tl.sum(wanted * tl.maximum(products, 0.0), 1)
-            target = pairs + (token * HEADS + head)[:, None] * CHOSEN + slot[None, :]
-            tl.store(target, tl.where(products > 0, factor[:, None] * wanted, 0.0), mask=mask_tile(is_head, inside))
-    if grad is not None:
-        tl.store(grad_factors + token * HEADS + head, to_factor, mask=is_head)
+        wanted = load_float32(grad + token * CHOSEN + slot, inside)[None, :]
+        to_factor += tl.sum(wanted * tl.maximum(products, 0.0), 1)
+        target = pairs + (token * HEADS + head)[:, None] * CHOSEN + slot[None, :]
+        tl.store(target, tl.where(products > 0, factor[:, None] * wanted, 0.0), mask=mask_tile(is_head, inside))
+    tl.store(grad_factors + token * HEADS + head, to_factor, mask=is_head)
 
 
 # fmt: off

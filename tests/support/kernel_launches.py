@@ -119,10 +119,9 @@ def choices() -> Iterator[tuple[str, Launch]]:
         choice, name = torch.full((1, 65, chosen), -1, dtype=torch.int32), f"{heads} heads {dtype}"
         index, inputs, lse = (queries, keys, factors), (q, latents, choice), empty(1, 65, heads, dtype=FLOAT)
         yield f"choose_keys {name}", lambda i=index: sparse_attention._choose_keys(*i, bounds, bounds, 16)  # type: ignore[call-arg]
-        yield f"chosen_scores {name}", lambda i=index, c=choice: sparse_attention._score_chosen_keys(*i, c)  # type: ignore[call-arg]
         yield (
-            f"chosen_scores backward {name}",
-            lambda i=index, c=choice: sparse_attention._score_chosen_keys_backward(c.float(), *i, c),  # type: ignore[call-arg]
+            f"choose_keys backward {name}",
+            lambda i=index, c=choice: sparse_attention._choose_keys_backward(c.float(), *i, c),  # type: ignore[call-arg]
         )
         yield f"sparse_attention {name}", lambda i=inputs: sparse_attention._attend(*i, 512, 0.1, True)  # type: ignore[call-arg]
         mixed = q[..., :512]

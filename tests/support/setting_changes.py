@@ -255,7 +255,6 @@ TRITON = (
     "geglu",
     "oss_swiglu_halves",
     "choose_keys",
-    "score_chosen_keys",
     "sparse_attention",
     "causal_conv",
     "gated_delta_rule",

@@ -188,7 +188,7 @@ class SparseLatentAttention(SharedIndexAttention):
         wide = torch.promote_types(factors.dtype, torch.float32)
         scored = queries, keys.squeeze(-2), factors.to(wide) * (spec.index_heads * spec.index_dim) ** -0.5
         bounds = _find_visible_range(context.documents, visible)
-        choice = kernels.choose_keys(*scored, *bounds, spec.chosen or keys.shape[1])
+        choice, scores = kernels.choose_keys(*scored, *bounds, spec.chosen or keys.shape[1])
         if spec.link:
             context.links.setdefault(spec.link, choice)
         learns = context.weights is not None and spec.loss_coef > 0
@@ -196,7 +196,7 @@ class SparseLatentAttention(SharedIndexAttention):
         if context.weights is None or weights is None:
             return mixed
         target = self.ranks.all_reduce(weights) * (spec.loss_coef / spec.heads)
-        learned = kernels.score_chosen_keys(*scored, choice).log_softmax(-1).masked_fill(choice < 0, 0.0)
+        learned = scores.log_softmax(-1).masked_fill(choice < 0, 0.0)
         return attach_loss_gradient(mixed, -(target * learned * context.weights.to(wide)[..., None]).sum())
 
 

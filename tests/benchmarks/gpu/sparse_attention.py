@@ -38,7 +38,7 @@ VARIANTS = {
     "sums": [Tile(128, 64, 8, 2), Tile(128, 64, 8, 4), Tile(64, 64, 8, 3), Tile(128, 128, 8, 3)],
     "gradients": [Tile(64, 32, 4, 3), Tile(64, 64, 4, 1)],
     "index_scores": [Tile(128, 128, 8, 2), Tile(128, 128, 8, 4), Tile(64, 128, 4, 3)],
-    "chosen_scores": [Tile(64, 64, 4, 2), Tile(64, 128, 4, 3), Tile(64, 128, 8, 3)],
+    "products": [Tile(64, 64, 4, 2), Tile(64, 128, 4, 3), Tile(64, 128, 8, 3)],
 }
 CHUNKS = (2**30, 2**32)
 
@@ -62,8 +62,8 @@ def main() -> None:
         "weights": ("attention, forwards",),
         "sums": ("attention, forwards", "attention, both"),
         "gradients": ("attention, both",),
-        "index_scores": ("choice",),
-        "chosen_scores": ("chosen scores, both",),
+        "index_scores": ("choice, forwards",),
+        "products": ("choice, both",),
     }
     for name, tiles in VARIANTS.items():
         for tile in (TILES[name], *tiles):
@@ -120,15 +120,20 @@ def _show_errors() -> None:
     first = starts.repeat_interleave(torch.tensor(DOCUMENTS))[None].cuda()
     counts = torch.arange(1, length + 1, dtype=torch.int32, device="cuda")[None] - first
     index = _draw_index_inputs(length)
-    choice = triton.choose_keys_triton(*index, first, counts, CHOSEN)
-    exact = eager.choose_keys_eager(*(x.double() for x in index), first, counts, CHOSEN)
-    marks = [
-        torch.zeros(length, length + 1, device="cuda").scatter_(1, x[0].long() % (length + 1), 1)
-        for x in (choice, exact)
-    ]
-    same = (marks[0] * marks[1])[:, :length].sum() / marks[1][:, :length].sum()
-    print(f"  same keys chosen: {same.item():.5f}", flush=True)
-    _show_error("chosen scores", triton.score_chosen_keys_triton, eager.score_chosen_keys_eager, index, (choice,))
+    choice, _ = triton.choose_keys_triton(*index, first, counts, CHOSEN)
+
+    def score(*inputs: Tensor) -> Tensor:
+        return triton.choose_keys_triton(*inputs, first, counts, CHOSEN)[1]
+
+    def score_exactly(*inputs: Tensor) -> Tensor:
+        every, scores = eager.choose_keys_eager(*inputs, first, counts, length)
+        by_key = torch.zeros_like(scores).scatter(-1, every.long() % length, scores.masked_fill(every < 0, 0))
+        best = by_key.masked_fill(by_key == 0, -torch.inf).topk(CHOSEN).values.amin(-1, keepdim=True)
+        chosen = by_key.gather(-1, choice.clamp(min=0).long())
+        print(f"  keys beside the best {CHOSEN}: {((chosen < best) & (choice >= 0)).sum().item()}", flush=True)
+        return chosen.masked_fill(choice < 0, 0)
+
+    _show_error("choice", score, score_exactly, index, ())
     inputs = _draw(1, length, HEADS, LATENT + ROPE), _draw(1, length, LATENT + ROPE, scale=0.3)
     options = choice, LATENT, SCALE, True
     _show_error("attention", triton.sparse_attention_triton, eager.sparse_attention_eager, inputs, options)
@@ -159,19 +164,18 @@ def _create_operations(length: int) -> dict[str, Call]:
     counts = torch.arange(1, length + 1, dtype=torch.int32, device="cuda")[None]
     index = _draw_index_inputs(length)
     inputs = _draw(1, length, HEADS, LATENT + ROPE), _draw(1, length, LATENT + ROPE)
-    choice = triton.choose_keys_triton(*index, first, counts, CHOSEN)
+    choice, _ = triton.choose_keys_triton(*index, first, counts, CHOSEN)
     seed, score_seed = _draw(1, length, HEADS, LATENT).detach(), torch.randn(choice.shape, device="cuda")
 
     def attend(with_weights: bool) -> Any:
         return triton.sparse_attention_triton(*inputs, choice, LATENT, SCALE, with_weights)
 
-    def score() -> Tensor:
-        return triton.score_chosen_keys_triton(*index, choice)
+    def choose() -> Tensor:
+        return triton.choose_keys_triton(*index, first, counts, CHOSEN)[1]
 
     return {
-        "choice": lambda: triton.choose_keys_triton(*index, first, counts, CHOSEN),
-        "chosen scores, forwards": torch.no_grad()(score),
-        "chosen scores, both": lambda: torch.autograd.grad(score(), index, score_seed),
+        "choice, forwards": torch.no_grad()(choose),
+        "choice, both": lambda: torch.autograd.grad(choose(), index, score_seed),
         "attention, forwards": torch.no_grad()(lambda: attend(True)),
         "attention, forwards, without weights": torch.no_grad()(lambda: attend(False)),
         "attention, both": lambda: torch.autograd.grad(attend(True)[0], inputs, seed),
@@ -182,7 +186,7 @@ def _show_operations(length: int) -> None:
     calls = _create_operations(length)
     for name, call in calls.items():
         _show(name, call)
-    for name in ("choice", "chosen scores, both", "attention, both"):
+    for name in ("choice, both", "attention, both"):
         print(f"   {name}", flush=True)
         show_kernels(calls[name], 10)
 

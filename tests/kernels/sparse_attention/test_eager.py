@@ -3,11 +3,7 @@
 import torch
 from torch import Tensor
 
-from drawloom.kernels.sparse_attention.eager import (
-    choose_keys_eager,
-    score_chosen_keys_eager,
-    sparse_attention_eager,
-)
+from drawloom.kernels.sparse_attention.eager import choose_keys_eager, sparse_attention_eager
 
 
 def draw(*shape: int) -> Tensor:
@@ -25,8 +21,7 @@ def test_best_visible_keys_are_chosen() -> None:
     queries, keys, factors = draw(2, 4, 6, 5), draw(2, 9, 5), draw(2, 4, 6)
     first = torch.tensor([[0, 0, 0, 6], [3, 3, 3, 3]], dtype=torch.int32)
     counts = torch.tensor([[6, 7, 8, 3], [1, 2, 5, 6]], dtype=torch.int32)
-    choice = choose_keys_eager(queries, keys, factors, first, counts, 4)
-    scores = score_chosen_keys_eager(queries, keys, factors, choice)
+    choice, scores = choose_keys_eager(queries, keys, factors, first, counts, 4)
     for row in range(2):
         for token in range(4):
             begin, count = int(first[row, token]), int(counts[row, token])
@@ -40,8 +35,9 @@ def test_best_visible_keys_are_chosen() -> None:
 def test_a_choice_has_its_size_with_fewer_keys() -> None:
     """With fewer keys than are chosen, the rest of a choice is -1."""
     bounds = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2, dtype=torch.int32)
-    choice = choose_keys_eager(draw(1, 2, 3, 5), draw(1, 2, 5), draw(1, 2, 3), *bounds, 4)
+    choice, scores = choose_keys_eager(draw(1, 2, 3, 5), draw(1, 2, 5), draw(1, 2, 3), *bounds, 4)
     assert choice.tolist() == [[[0, -1, -1, -1]] * 2]
+    assert torch.equal(scores == -torch.inf, choice < 0)
 
 
 def test_attention_is_over_chosen_keys() -> None:
