@@ -34,7 +34,6 @@ from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
     cdiv,
     check_floats,
-    get_dot_precision,
     has_large_shared_memory,
     load_float32,
     load_or_zero,
@@ -148,9 +147,8 @@ class _Choice(Function):
     lambda queries, chosen: tuple(
         queries.new_empty(*queries.shape[:2], chosen, dtype=dtype) for dtype in (torch.int32, torch.float32)
     ),
-    flops=lambda queries, keys: 2.0 * queries.numel() * keys.shape[1],
+    flops=lambda queries, keys: float(queries.numel() * keys.shape[1]),  # earlier keys are half of all
     scratch=lambda queries, keys: min(SCORE_BYTES, 4 * queries.shape[:2].numel() * keys.shape[1]),
-    is_attention=True,
 )
 def _choose_keys(
     results: tuple[Tensor, Tensor],
@@ -176,7 +174,6 @@ def _choose_keys(
             WIDTH_BLOCK=_block(width),
             TOKENS=tile.heads,
             KEYS=tile.keys,
-            PRECISION=get_dot_precision(),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -214,7 +211,6 @@ def _choose_keys_backward(
             WIDTH=width,
             WIDTH_BLOCK=_block(width),
             CHOSEN=chosen,
-            PRECISION=get_dot_precision(),
             **TILES["products"]._replace(heads=heads).build_constants(heads),
         )
         _sum_rows(chunk, pairs, keys, grads[0], width)
@@ -255,7 +251,8 @@ class _SparseAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *_attend_backward(grad, *ctx.saved_tensors, ctx.scale), *(None,) * 4
+        grads = _attend_backward(grad, *ctx.saved_tensors, ctx.scale)  # type: ignore[call-arg]
+        return *grads, *(None,) * 4
 
 
 @register_kernel(
@@ -358,7 +355,6 @@ def _build_constants(q: Tensor, value_width: int, chosen: int) -> dict[str, Any]
         "VALUE_BLOCK": _block(value_width),
         "REST_BLOCK": _block(rest),
         "CHOSEN": chosen,
-        "PRECISION": get_dot_precision(),
     }
 
 
@@ -443,18 +439,18 @@ def _locate_keys(places, token, start, count, CHOSEN: tl.constexpr, KEYS: tl.con
 
 
 @triton.jit
-def _multiply_both(query, value, query_rest, rest, scale, PRECISION: tl.constexpr):
+def _multiply_both(query, value, query_rest, rest, scale):
     """Return the scaled sum of query @ value.T and query_rest @ rest.T, float32."""
     # One product's result is not the other's operand: Triton would give all warps the same columns.
-    products = tl.dot(query, value.T, input_precision=PRECISION) * scale
-    return products + tl.dot(query_rest, rest.T, input_precision=PRECISION) * scale
+    products = tl.dot(query, value.T, input_precision="ieee") * scale
+    return products + tl.dot(query_rest, rest.T, input_precision="ieee") * scale
 
 
 # fmt: off
 @cache_launches("count", "columns", "limit")
 def _score_visible_keys(
     queries, factors, first, ends, keys, scores, count, columns, limit, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
     """Store a tile of scores by token and key; -inf where a token does not see the key."""
@@ -468,7 +464,7 @@ def _score_visible_keys(
     block = _load_columns(keys, tl.minimum(key, limit - 1), WIDTH, 0, WIDTH, WIDTH_BLOCK)
     for head in range(0, heads):
         query = _load_columns(queries, row * HEADS + head, WIDTH, 0, WIDTH, WIDTH_BLOCK)
-        products = tl.dot(query, block.T, input_precision=PRECISION)
+        products = tl.dot(query, block.T, input_precision="ieee")
         total += load_float32(factors + row * HEADS + head, None)[:, None] * tl.maximum(products, 0.0)
     visible = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
     total = tl.where(visible, total, -float("inf"))
@@ -481,7 +477,6 @@ def _score_visible_keys(
 def _compute_product_gradients(
     grad, queries, factors, keys, places, counts, pairs, grad_factors, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     # fmt: on
     """Store gradients of a token's products with chosen keys, by head, and of its factors."""
@@ -492,7 +487,7 @@ def _compute_product_gradients(
     for start in range(0, count, KEYS):
         slot, inside, place = _locate_keys(places, token, start, count, CHOSEN, KEYS)
         block = _load_columns(keys, place, WIDTH, 0, WIDTH, WIDTH_BLOCK)
-        products = tl.dot(query, block.T, input_precision=PRECISION)
+        products = tl.dot(query, block.T, input_precision="ieee")
         wanted = load_float32(grad + token * CHOSEN + slot, inside)[None, :]
         to_factor += tl.sum(wanted * tl.maximum(products, 0.0), 1)
         target = pairs + (token * HEADS + head)[:, None] * CHOSEN + slot[None, :]
@@ -505,7 +500,7 @@ def _compute_product_gradients(
 def _weigh_keys(
     q, latents, places, counts, weights, maxima, lse, scale, HEADS: tl.constexpr, VALUE: tl.constexpr,
     REST: tl.constexpr, VALUE_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
     """Store weights relative to the largest score so far, in base 2, these maxima by block of keys, and log-sum-exp."""
@@ -519,7 +514,7 @@ def _weigh_keys(
         slot, inside, place = _locate_keys(places, token, start, count, CHOSEN, KEYS)
         value = _load_columns(latents, place, WIDTH, 0, VALUE, VALUE_BLOCK)
         rest = _load_columns(latents, place, WIDTH, VALUE, REST, REST_BLOCK)
-        scores = _multiply_both(query, value, query_rest, rest, scale, PRECISION)
+        scores = _multiply_both(query, value, query_rest, rest, scale)
         scores = tl.where(inside[None, :], scores, MASKED)
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weight = tl.exp2(scores - new_largest[:, None])
@@ -536,7 +531,7 @@ def _sum_chosen_rows(
     weights, latents, places, counts, maxima, lse, sums, result, tokens, WEIGHT_ROWS: tl.constexpr,
     WIDTH: tl.constexpr, MAXIMA_KEYS: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, REST: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     # fmt: on
     """
@@ -565,10 +560,10 @@ def _sum_chosen_rows(
                 tl.store(sums + (group * tokens + token) * CHOSEN + slot, tl.sum(exact, 0), mask=is_own)
             weight = exact.to(latents.dtype.element_ty)
         value = _load_columns(latents + column, place, WIDTH, 0, PART, VALUE_BLOCK)
-        mixed = tl.dot(weight, value, mixed, input_precision=PRECISION)
+        mixed = tl.dot(weight, value, mixed, input_precision="ieee")
         if REST > 0:
             rest = _load_columns(latents, place, WIDTH, VALUE, REST, REST_BLOCK)
-            mixed_rest = tl.dot(weight, rest, mixed_rest, input_precision=PRECISION)
+            mixed_rest = tl.dot(weight, rest, mixed_rest, input_precision="ieee")
     _store_columns(result + column, row, is_head, mixed, VALUE + REST, 0, PART, VALUE_BLOCK)
     if REST > 0:
         is_own_head = is_head & (head < tl.where(is_last, HEADS, 0))
@@ -580,7 +575,7 @@ def _sum_chosen_rows(
 def _compute_score_gradients(
     q, grad, mixed, latents, places, counts, lse, pairs, scale, factor, HEADS: tl.constexpr, VALUE: tl.constexpr,
     REST: tl.constexpr, VALUE_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
     """Store gradients of products of queries and latents in pairs' first rows, and weights in the other half."""
@@ -596,8 +591,8 @@ def _compute_score_gradients(
         slot, inside, place = _locate_keys(places, token, start, count, CHOSEN, KEYS)
         value = _load_columns(latents, place, WIDTH, 0, VALUE, VALUE_BLOCK)
         rest = _load_columns(latents, place, WIDTH, VALUE, REST, REST_BLOCK)
-        scores = _multiply_both(query, value, query_rest, rest, scale, PRECISION)
-        to_weight = tl.dot(wanted, value.T, input_precision=PRECISION)
+        scores = _multiply_both(query, value, query_rest, rest, scale)
+        to_weight = tl.dot(wanted, value.T, input_precision="ieee")
         weight = tl.exp2(scores - statistic[:, None])
         to_score = weight * (to_weight - along[:, None]) * factor
         is_pair = mask_tile(is_head, inside)

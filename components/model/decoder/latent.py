@@ -98,7 +98,8 @@ class LatentAttention(TensorParallel):
     def _split_expanded(self, kv: Tensor) -> Sequence[Tensor]:
         """Return keys (..., heads, nope_dim) and values (..., heads, v_dim) from projected latents."""
         spec = self.spec
-        return kv.unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).split([spec.nope_dim, spec.v_dim], -1)
+        heads = kv.view(*kv.shape[:-1], -1, spec.nope_dim + spec.v_dim)
+        return torch.split(heads, [spec.nope_dim, spec.v_dim], -1)
 
     def _gather_split_tokens(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
         """Gather several tensors' split tokens (tokens, width) in one collective; return (rows, length, width)."""
@@ -125,20 +126,13 @@ class Indexer(nn.Module):
         return self.wq_b(query_latent), self.k_norm(self.wk(hidden)), self.weights_proj(hidden)
 
 
-class SharedIndexAttention(LatentAttention):
+class ChoiceAttention(LatentAttention):
     """
-    Latent attention to an earlier indexer's choice.
+    Latent attention to chosen tokens.
 
     All heads attend to the latents themselves: queries are projected to latents' channels, and so are results back to
     values, because a token's heads then share the keys.
     """
-
-    spec: SharedIndexSpec
-
-    def attend(
-        self, inputs: LatentInputs, hidden: Tensor, query_latent: Tensor | None, context: LayerContext
-    ) -> Tensor:
-        return self.attend_to_choice(inputs, context.links[self.spec.link], context)[0]
 
     def attend_to_choice(
         self, inputs: LatentInputs, choice: Tensor, context: LayerContext, with_weights: bool = False
@@ -161,7 +155,18 @@ class SharedIndexAttention(LatentAttention):
         return torch.einsum("rlhc,chv->rlhv", mixed, to_values), weights
 
 
-class SparseLatentAttention(SharedIndexAttention):
+class SharedIndexAttention(ChoiceAttention):
+    """Latent attention to an earlier indexer's choice."""
+
+    spec: SharedIndexSpec
+
+    def attend(
+        self, inputs: LatentInputs, hidden: Tensor, query_latent: Tensor | None, context: LayerContext
+    ) -> Tensor:
+        return self.attend_to_choice(inputs, context.links[self.spec.link], context)[0]
+
+
+class SparseLatentAttention(ChoiceAttention):
     """
     Latent attention to the tokens chosen by an indexer.
 

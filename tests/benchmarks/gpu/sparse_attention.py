@@ -122,11 +122,11 @@ def _show_errors() -> None:
     index = _draw_index_inputs(length)
     choice, _ = triton.choose_keys_triton(*index, first, counts, CHOSEN)
 
-    def score(*inputs: Tensor) -> Tensor:
-        return triton.choose_keys_triton(*inputs, first, counts, CHOSEN)[1]
+    def score(queries: Tensor, keys: Tensor, factors: Tensor) -> Tensor:
+        return triton.choose_keys_triton(queries, keys, factors, first, counts, CHOSEN)[1]
 
-    def score_exactly(*inputs: Tensor) -> Tensor:
-        every, scores = eager.choose_keys_eager(*inputs, first, counts, length)
+    def score_exactly(queries: Tensor, keys: Tensor, factors: Tensor) -> Tensor:
+        every, scores = eager.choose_keys_eager(queries, keys, factors, first, counts, length)
         by_key = torch.zeros_like(scores).scatter(-1, every.long() % length, scores.masked_fill(every < 0, 0))
         best = by_key.masked_fill(by_key == 0, -torch.inf).topk(CHOSEN).values.amin(-1, keepdim=True)
         chosen = by_key.gather(-1, choice.clamp(min=0).long())
@@ -231,8 +231,8 @@ def _show_layers(length: int) -> None:
     inputs = LatentInputs(*(_draw(1, length, *width) for width in widths))
     hidden, query_latent = _draw(1, length, HIDDEN).detach(), _draw(1, length, QUERY_RANK).detach()
     documents = torch.zeros(1, length, dtype=torch.int64, device="cuda")
-    angles = torch.rand(2, 1, length, ROPE // 2, device="cuda").unbind()
-    context = LayerContext(documents, angles, None, torch.ones(1, length, device="cuda"))
+    cos, sin = torch.rand(2, 1, length, ROPE // 2, device="cuda")
+    context = LayerContext(documents, (cos, sin), None, torch.ones(1, length, device="cuda"))
     seed = _draw(1, length, HEADS, NOPE).detach()
     for name, layer in layers.items():
         mask = layer.kernels.attention_mask(documents, one_document_per_row=True)
@@ -242,7 +242,7 @@ def _show_layers(length: int) -> None:
             return result
 
         def learn(layer: Any = layer, attend: Callable[[], Tensor] = attend) -> None:
-            attend().backward(seed)
+            attend().backward(seed)  # type: ignore[no-untyped-call]
             for x in (*inputs, *layer.parameters()):
                 x.grad = None
 

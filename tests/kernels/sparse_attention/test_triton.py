@@ -57,7 +57,8 @@ def test_attention_equals_eager(
     inputs = draw(2, 4, heads, sum(widths), dtype=dtype), draw(2, keys, sum(widths), dtype=dtype)
     choice, wide = draw_choice(2, 4, keys, chosen), exact(*inputs)
     mixed, weights = sparse_attention_triton(*inputs, choice, widths[0], 0.3, True)
-    expected, sums = sparse_attention_eager(*wide, choice, widths[0], 0.3, True)
+    expected, sums = sparse_attention_eager(wide[0], wide[1], choice, widths[0], 0.3, True)
+    assert weights is not None and sums is not None
     bound = 4.0 if dtype == torch.bfloat16 else 100.0
     assert_all_close([mixed, weights.to(dtype)], [expected, sums], bound)
     assert_same_gradients(mixed, expected, inputs, wide)
@@ -75,7 +76,7 @@ def test_choice_equals_eager(length: int, chosen: int) -> None:
     first[1] = 0
     bounds, wide = (first, position - first + 1, chosen), exact(*inputs)
     choice, scores = choose_keys_triton(*inputs, *bounds)
-    expected, expected_scores = choose_keys_eager(*wide, *bounds)
+    expected, expected_scores = choose_keys_eager(wide[0], wide[1], wide[2], *bounds)
     order = [x.sort(-1) for x in (choice, expected)]
     assert torch.equal(order[0].values, order[1].values)
     assert torch.equal((choice < 0).sort(-1).values, choice < 0)
