@@ -2,7 +2,7 @@
 Attention to the keys that an indexer chooses for each token (DSA: DeepSeek-V3.2, arXiv 2512.02556, section 2).
 
 All heads share the keys, which are latents; a latent's first channels are its value. A choice is int32
-(rows, length, chosen): indices of keys in the row, and -1 after the last one if there are fewer.
+(rows, length, chosen): keys' indices in the row, and -1 after the last one if there are fewer.
 """
 
 import torch
@@ -19,7 +19,7 @@ def choose_keys_eager(
     Choose the `chosen` visible keys with the best scores for each token; return the choice and its scores.
 
     queries (rows, length, heads, width), keys (rows, keys, width) and factors (rows, length, heads): a score is the sum
-    over heads of factor * relu(query . key). A token sees `counts` keys from the index `first` on, int32
+    over heads: factor * relu(query . key). A token sees `counts` keys from the index `first` on, int32
     (rows, length). Scores are at least float32 (rows, length, chosen), -inf without a key.
     """
     products = torch.einsum("rqhd,rkd->rqhk", upcast(queries), upcast(keys)).relu()

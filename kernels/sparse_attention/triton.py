@@ -7,10 +7,10 @@ program for both would need its registers for sums, and Triton then computes sco
 warps.
 
 A key's gradient sums over the tokens that chose it. Their parts are stored in 16 bits, one row per token and chosen
-key, and added up in float32 in the order of tokens. Atomic additions would take as long, and change bits from run to
+key, and added up in float32, token by token. Atomic additions would take as long, and change bits from run to
 run.
 
-An indexer's scores exist for a chunk of tokens and all keys; torch selects the best.
+An indexer's scores are in memory for one chunk and all keys; torch selects the best.
 """
 
 from collections.abc import Iterator
@@ -42,22 +42,22 @@ from drawloom.kernels.triton.primitives import (
 )
 
 CHUNK_BYTES, SCORE_BYTES = 2**31, 2**28
-"""Most bytes of a chunk's weights and parts of keys' gradients, and of scores of all keys."""
+"""Most bytes for a chunk's weights and parts of keys' gradients, and for scores with all keys."""
 
 MIN_BLOCK = 64
-"""The smallest side of a tile in a product; `triton/chunks.py` has the reason."""
+"""A tile's smallest side in a product; `triton/chunks.py` has the reason."""
 
 MAX_LATENT_BYTES, MAX_KEY_BYTES = 1152, 512
-"""Most bytes of a latent's and an indexer key's columns in tiles, for which shared memory is enough."""
+"""Most bytes in a latent's and an indexer key's tiles, for which shared memory is enough."""
 
 MASKED = tl.constexpr(-1e38)
 """A missing key's score; scores differ by finite numbers."""
 
 MAX_SUMS = 2**15
-"""Sums in a program, 128 registers of 256 threads."""
+"""Sums in a program: 128 registers for each thread in 8 warps."""
 
 COLUMNS, ENTRIES = 128, 32
-"""Columns of keys' gradients in a program, and parts that it loads at a time."""
+"""A program's columns in keys' gradients, and parts that it loads at a time."""
 
 LOG2_E = 1.4426950408889634
 
@@ -88,7 +88,7 @@ TILES = {
 
 class Chunk(NamedTuple):
     """
-    A slice of all rows' tokens, their chosen keys among all rows' keys, int32 (tokens, chosen), -1 if there is none,
+    A slice in all rows' tokens, their chosen keys among all rows' keys, int32 (tokens, chosen), -1 if there is none,
     and the keys' counts, int32 (tokens,).
     """
 
@@ -98,7 +98,7 @@ class Chunk(NamedTuple):
 
 
 def _split_choice(choice: Tensor, keys: int, pair_bytes: int) -> Iterator[Chunk]:
-    """Yield chunks of a choice with `keys` keys per row; each pair of token and chosen key takes `pair_bytes`."""
+    """Yield a choice's chunks, for rows with `keys` keys; a token and a chosen key together take `pair_bytes`."""
     (rows, length, chosen), size = choice.shape, max(1, CHUNK_BYTES // (choice.shape[2] * pair_bytes))
     offsets = (torch.arange(rows * length, device=choice.device) // length * keys).int()
     for first in range(0, rows * length, size):
@@ -124,7 +124,7 @@ def choose_keys_triton(
 
 
 class _Choice(Function):
-    """A choice of keys with their scores, which have gradients."""
+    """Chosen keys and their scores, which have gradients."""
 
     @staticmethod
     def forward(
@@ -185,7 +185,7 @@ def _choose_keys(
 
 
 def _count_index_pair_bytes(queries: Tensor) -> int:
-    """Return bytes per token and chosen key for gradients of products by head, and a part of the key's gradient."""
+    """Return bytes per token and chosen key for products' gradients by head, and a part in the key's gradient."""
     return queries.itemsize * (queries.shape[2] + queries.shape[3])
 
 
@@ -292,7 +292,7 @@ def _attend(
 
 
 def _count_pair_bytes(q: Tensor, latents: Tensor) -> int:
-    """Return bytes per token and chosen key for weights and their gradients by head, and a part of the key's."""
+    """Return bytes per token and chosen key for weights and their gradients by head, and a part in the key's."""
     return q.itemsize * (2 * q.shape[2] + latents.shape[2])
 
 
@@ -334,7 +334,7 @@ def _attend_backward(
 
 
 def _fits_in_shared_memory(keys: Tensor, widths: list[int], max_bytes: int) -> bool:
-    """Return whether programs have enough shared memory for keys (..., width) in tiles of these widths."""
+    """Return whether programs have enough shared memory for keys (..., width) in tiles this wide."""
     has_memory = not keys.is_cuda or has_large_shared_memory(keys.device)
     return has_memory and sum(map(_block, widths)) * keys.itemsize <= max_bytes
 
@@ -345,7 +345,7 @@ def _block(width: int) -> int:
 
 
 def _build_constants(q: Tensor, value_width: int, chosen: int) -> dict[str, Any]:
-    """Return constants for latents of a value and further channels, from q (tokens, heads, width)."""
+    """Return constants for latents with a value and further channels, from q (tokens, heads, width)."""
     _, heads, width = q.shape
     rest = width - value_width
     return {
@@ -369,10 +369,10 @@ def _sum_rows(
     with_sums: bool = False,
 ) -> Tensor | None:
     """
-    Fill the chunk's tokens in `result` (..., heads, columns) with weighted sums of chosen latents.
+    Fill the chunk's tokens in `result` (..., heads, columns) with chosen latents' weighted sums.
 
     weights (tokens, heads or more, chosen) are factors, or with `maxima` (tokens, heads, blocks) and `lse`
-    (tokens, heads) powers of 2 below a block's maximum. Returns weights' sums by group of heads.
+    (tokens, heads) powers of 2 below a block's maximum. Returns weights' sums by token, for each group.
     """
     result = result.view(-1, *result.shape[-2:])[chunk.tokens]
     (count, heads, _), chosen = result.shape, weights.shape[2]
@@ -394,7 +394,7 @@ def _add_by_key(chunk: Chunk, pairs: Tensor, factors: Tensor, result: Tensor) ->
     """
     Add gradients to their keys, float32 (rows, keys, width).
 
-    A pair's part is the product of pairs (tokens, heads, chosen) and factors (tokens, heads, width) over heads.
+    A pair's part is `pairs` (tokens, heads, chosen) times `factors` (tokens, heads, width), summed over heads.
     """
     parts, (keys, width) = torch.bmm(pairs.mT, factors), (result.shape[:2].numel(), result.shape[2])
     ordered, order = chunk.places.flatten().sort(stable=True)
@@ -407,7 +407,7 @@ def _add_by_key(chunk: Chunk, pairs: Tensor, factors: Tensor, result: Tensor) ->
 
 @triton.jit
 def _locate_heads(HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the program's token, the group of heads, its heads, and whether they exist; others repeat the last."""
+    """Return the program's token, its group and heads, and whether they exist; others repeat the last."""
     GROUPS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     group = tl.program_id(0) % GROUPS
     head = group * BLOCK + tl.arange(0, BLOCK)
@@ -416,7 +416,7 @@ def _locate_heads(HEADS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_columns(tensor, row, WIDTH: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load SIZE columns, from FIRST on, of rows with WIDTH columns; further columns are 0."""
+    """Load SIZE columns, from FIRST on, in rows with WIDTH columns; further columns are 0."""
     column = tl.arange(0, BLOCK)[None, :]
     mask = None if SIZE == BLOCK else column < SIZE
     return load_or_zero(tensor + row.to(tl.int64)[:, None] * WIDTH + (FIRST + column), mask)
@@ -440,7 +440,7 @@ def _locate_keys(places, token, start, count, CHOSEN: tl.constexpr, KEYS: tl.con
 
 @triton.jit
 def _multiply_both(query, value, query_rest, rest, scale):
-    """Return the scaled sum of query @ value.T and query_rest @ rest.T, float32."""
+    """Add query @ value.T and query_rest @ rest.T, both scaled, in float32."""
     # One product's result is not the other's operand: Triton would give all warps the same columns.
     products = tl.dot(query, value.T, input_precision="ieee") * scale
     return products + tl.dot(query_rest, rest.T, input_precision="ieee") * scale
@@ -453,7 +453,7 @@ def _score_visible_keys(
     WIDTH_BLOCK: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
-    """Store a tile of scores by token and key; -inf where a token does not see the key."""
+    """Store scores by token and key; -inf where a token does not see the key."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     row = tl.minimum(token, count - 1)
@@ -479,14 +479,14 @@ def _compute_product_gradients(
     WIDTH_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
-    """Store gradients of a token's products with chosen keys, by head, and of its factors."""
+    """Store gradients for a token's products with chosen keys, by head, and for its factors."""
     token, _group, head, is_head = _locate_heads(HEADS, BLOCK)
     count = tl.load(counts + token)
     query = _load_columns(queries, token * HEADS + head, WIDTH, 0, WIDTH, WIDTH_BLOCK)
     factor, to_factor = tl.load(factors + token * HEADS + head).to(tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, count, KEYS):
-        slot, inside, place = _locate_keys(places, token, start, count, CHOSEN, KEYS)
-        block = _load_columns(keys, place, WIDTH, 0, WIDTH, WIDTH_BLOCK)
+        slot, inside, key = _locate_keys(places, token, start, count, CHOSEN, KEYS)
+        block = _load_columns(keys, key, WIDTH, 0, WIDTH, WIDTH_BLOCK)
         products = tl.dot(query, block.T, input_precision="ieee")
         wanted = load_float32(grad + token * CHOSEN + slot, inside)[None, :]
         to_factor += tl.sum(wanted * tl.maximum(products, 0.0), 1)
@@ -503,7 +503,7 @@ def _weigh_keys(
     BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
-    """Store weights relative to the largest score so far, in base 2, these maxima by block of keys, and log-sum-exp."""
+    """Store weights relative to the largest score so far, in base 2, these maxima by block, and log-sum-exp."""
     WIDTH: tl.constexpr = VALUE + REST
     token, _group, head, is_head = _locate_heads(HEADS, BLOCK)
     row, count = token * HEADS + head, tl.load(counts + token)
@@ -511,9 +511,9 @@ def _weigh_keys(
     query_rest = _load_columns(q, row, WIDTH, VALUE, REST, REST_BLOCK)
     largest, total = tl.full((BLOCK,), MASKED, tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, count, KEYS):
-        slot, inside, place = _locate_keys(places, token, start, count, CHOSEN, KEYS)
-        value = _load_columns(latents, place, WIDTH, 0, VALUE, VALUE_BLOCK)
-        rest = _load_columns(latents, place, WIDTH, VALUE, REST, REST_BLOCK)
+        slot, inside, key = _locate_keys(places, token, start, count, CHOSEN, KEYS)
+        value = _load_columns(latents, key, WIDTH, 0, VALUE, VALUE_BLOCK)
+        rest = _load_columns(latents, key, WIDTH, VALUE, REST, REST_BLOCK)
         scores = _multiply_both(query, value, query_rest, rest, scale)
         scores = tl.where(inside[None, :], scores, MASKED)
         new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -535,7 +535,7 @@ def _sum_chosen_rows(
 ):
     # fmt: on
     """
-    Store some columns of weighted sums of a token's chosen rows, by head, and its weights' sums over a group of heads.
+    Store some columns in a token's weighted sums by head, and its weights' sums over a group's heads.
 
     The last program for a group also has the REST columns; others do not store them.
     """
@@ -549,7 +549,7 @@ def _sum_chosen_rows(
     is_last = column + VALUE_BLOCK >= VALUE
     mixed, mixed_rest = tl.zeros((BLOCK, VALUE_BLOCK), tl.float32), tl.zeros((BLOCK, REST_BLOCK), tl.float32)
     for start in range(0, count, KEYS):
-        slot, inside, place = _locate_keys(places, token, start, count, CHOSEN, KEYS)
+        slot, inside, key = _locate_keys(places, token, start, count, CHOSEN, KEYS)
         weight_at = weights + (token * WEIGHT_ROWS + head)[:, None] * CHOSEN + slot[None, :]
         weight = load_or_zero(weight_at, mask_tile(is_head, inside))
         if lse is not None:
@@ -559,10 +559,10 @@ def _sum_chosen_rows(
                 is_own = slot < tl.where(is_last, count, 0)
                 tl.store(sums + (group * tokens + token) * CHOSEN + slot, tl.sum(exact, 0), mask=is_own)
             weight = exact.to(latents.dtype.element_ty)
-        value = _load_columns(latents + column, place, WIDTH, 0, PART, VALUE_BLOCK)
+        value = _load_columns(latents + column, key, WIDTH, 0, PART, VALUE_BLOCK)
         mixed = tl.dot(weight, value, mixed, input_precision="ieee")
         if REST > 0:
-            rest = _load_columns(latents, place, WIDTH, VALUE, REST, REST_BLOCK)
+            rest = _load_columns(latents, key, WIDTH, VALUE, REST, REST_BLOCK)
             mixed_rest = tl.dot(weight, rest, mixed_rest, input_precision="ieee")
     _store_columns(result + column, row, is_head, mixed, VALUE + REST, 0, PART, VALUE_BLOCK)
     if REST > 0:
@@ -578,7 +578,7 @@ def _compute_score_gradients(
     BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
-    """Store gradients of products of queries and latents in pairs' first rows, and weights in the other half."""
+    """Store scores' gradients in the first half in a token's pairs, and weights in the other one."""
     WIDTH: tl.constexpr = VALUE + REST
     token, _group, head, is_head = _locate_heads(HEADS, BLOCK)
     row, count = token * HEADS + head, tl.load(counts + token)
@@ -588,9 +588,9 @@ def _compute_score_gradients(
     result = _load_columns(mixed, row, VALUE, 0, VALUE, VALUE_BLOCK)
     along, statistic = tl.sum(wanted.to(tl.float32) * result.to(tl.float32), 1), tl.load(lse + row)
     for start in range(0, count, KEYS):
-        slot, inside, place = _locate_keys(places, token, start, count, CHOSEN, KEYS)
-        value = _load_columns(latents, place, WIDTH, 0, VALUE, VALUE_BLOCK)
-        rest = _load_columns(latents, place, WIDTH, VALUE, REST, REST_BLOCK)
+        slot, inside, key = _locate_keys(places, token, start, count, CHOSEN, KEYS)
+        value = _load_columns(latents, key, WIDTH, 0, VALUE, VALUE_BLOCK)
+        rest = _load_columns(latents, key, WIDTH, VALUE, REST, REST_BLOCK)
         scores = _multiply_both(query, value, query_rest, rest, scale)
         to_weight = tl.dot(wanted, value.T, input_precision="ieee")
         weight = tl.exp2(scores - statistic[:, None])
@@ -605,7 +605,7 @@ def _compute_score_gradients(
 def _add_ordered_parts(
     parts, order, starts, result, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr
 ):  # fmt: skip
-    """Add the parts of a key, of which `order` has the numbers from the key's start on, to its result."""
+    """Add a key's parts to its result; `order` has their numbers from the key's start on."""
     key = tl.program_id(0).to(tl.int64)
     first, last = tl.load(starts + key), tl.load(starts + key + 1)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -191,9 +191,11 @@ class SparseLatentAttention(ChoiceAttention):
         )
         keys, _, visible = kernels.extend_keys(keys, keys, context.mask)
         wide = torch.promote_types(factors.dtype, torch.float32)
-        scored = queries, keys.squeeze(-2), factors.to(wide) * (spec.index_heads * spec.index_dim) ** -0.5
-        bounds = _find_visible_range(context.documents, visible)
-        choice, scores = kernels.choose_keys(*scored, *bounds, spec.chosen or keys.shape[1])
+        factors = factors.to(wide) * (spec.index_heads * spec.index_dim) ** -0.5
+        first, counts = _find_visible_range(context.documents, visible)
+        choice, scores = kernels.choose_keys(
+            queries, keys.squeeze(-2), factors, first, counts, spec.chosen or keys.shape[1]
+        )
         if spec.link:
             context.links.setdefault(spec.link, choice)
         learns = context.weights is not None and spec.loss_coef > 0

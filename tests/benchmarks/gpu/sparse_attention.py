@@ -1,10 +1,10 @@
 """
 Attention with an indexer (DSA) beside dense latent attention, in a layer like DeepSeek-V3.2's.
 
-`make bench NAME=sparse_attention`, 2 minutes, prints errors against float64 for packed documents, and then, for rows of
-8192 and 32768 tokens, milliseconds and memory for the forward pass and both passes: of the attention of the whole layer
-without the projections that both have in common, and of its operations. Times of kernels follow, and times of single
-operations with other tiles at 8192 tokens.
+`make bench NAME=sparse_attention` takes 2 minutes. It prints errors against float64 for packed documents. For rows with
+8192 and 32768 tokens it prints milliseconds and memory for the forward pass and both passes: a layer's attention,
+without the projections that both have in common, and single operations. Kernels' own times follow, and operations' with
+other tiles at 8192 tokens.
 """
 
 import sys
@@ -31,7 +31,7 @@ HIDDEN, HEADS, LATENT, ROPE, NOPE, QUERY_RANK, CHOSEN = 7168, 128, 512, 64, 128,
 INDEX_HEADS, INDEX_WIDTH, SCALE = 64, 128, 192**-0.5
 LENGTHS, VARIED_LENGTH = (8192, 32768), 8192
 DOCUMENTS = (300, 2260)
-"""Lengths of the documents for errors; in the second one most tokens see more keys than are chosen."""
+"""Documents' lengths for errors; in the second one most tokens see more keys than are chosen."""
 
 VARIANTS = {
     "weights": [Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)],
@@ -159,7 +159,7 @@ def _show_error(
 
 
 def _create_operations(length: int) -> dict[str, Call]:
-    """Return calls of operations by name; one document per row."""
+    """Return operations' calls by name, for a row with one document."""
     first = torch.zeros(1, length, dtype=torch.int32, device="cuda")
     counts = torch.arange(1, length + 1, dtype=torch.int32, device="cuda")[None]
     index = _draw_index_inputs(length)

@@ -11,13 +11,13 @@ def draw(*shape: int) -> Tensor:
 
 
 def score(queries: Tensor, keys: Tensor, factors: Tensor, row: int, token: int, key: int) -> Tensor:
-    """Return the score of a key for a token, summed head by head."""
+    """Return a key's score for a token, summed head by head."""
     heads = zip(factors[row, token], queries[row, token], strict=True)
     return torch.stack([factor * (query @ keys[row, key]).clamp(min=0) for factor, query in heads]).sum()
 
 
 def test_best_visible_keys_are_chosen() -> None:
-    """A token chooses the best of its visible keys, or all if they are few; the choice's scores are the loop's."""
+    """A token chooses the best visible keys, or all if they are few; the choice's scores are the loop's."""
     queries, keys, factors = draw(2, 4, 6, 5), draw(2, 9, 5), draw(2, 4, 6)
     first = torch.tensor([[0, 0, 0, 6], [3, 3, 3, 3]], dtype=torch.int32)
     counts = torch.tensor([[6, 7, 8, 3], [1, 2, 5, 6]], dtype=torch.int32)
@@ -33,7 +33,7 @@ def test_best_visible_keys_are_chosen() -> None:
 
 
 def test_a_choice_has_its_size_with_fewer_keys() -> None:
-    """With fewer keys than are chosen, the rest of a choice is -1."""
+    """With fewer keys than are chosen, a choice ends with -1."""
     bounds = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2, dtype=torch.int32)
     choice, scores = choose_keys_eager(draw(1, 2, 3, 5), draw(1, 2, 5), draw(1, 2, 3), *bounds, 4)
     assert choice.tolist() == [[[0, -1, -1, -1]] * 2]

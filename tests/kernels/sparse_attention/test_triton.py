@@ -53,7 +53,7 @@ def assert_same_gradients(
 def test_attention_equals_eager(
     heads: int, keys: int, chosen: int, widths: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Results, weights and gradients are as in float64, for several groups of heads, blocks of keys, and columns."""
+    """Results, weights and gradients are as in float64, for several groups, blocks and columns."""
     inputs = draw(2, 4, heads, sum(widths), dtype=dtype), draw(2, keys, sum(widths), dtype=dtype)
     choice, wide = draw_choice(2, 4, keys, chosen), exact(*inputs)
     mixed, weights = sparse_attention_triton(*inputs, choice, widths[0], 0.3, True)
@@ -88,7 +88,7 @@ def test_choice_equals_eager(length: int, chosen: int) -> None:
 
 
 def test_gradients_have_the_same_bits_in_every_run() -> None:
-    """Gradients of keys that many tokens chose are bitwise equal in a second run."""
+    """A key's gradients are bitwise equal in a second run, also if many tokens chose it."""
     inputs = draw(1, 20, 3, 20, dtype=torch.bfloat16), draw(1, 20, 20, dtype=torch.bfloat16)
     choice = draw_choice(1, 20, 20, 8)
     runs = [torch.autograd.grad(sparse_attention_triton(*inputs, choice, 16, 0.3)[0].sum(), inputs) for _ in range(2)]
