@@ -294,9 +294,9 @@ class AutoKernels(_OperationSettings):
         return self._functions["choose_keys"](queries, keys, factors, first, counts, chosen)  # type: ignore[no-any-return]
 
     def sparse_attention(
-        self, q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float, with_weights: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._functions["sparse_attention"](q, latents, choice, value_width, scale, with_weights)  # type: ignore[no-any-return]
+        self, q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._functions["sparse_attention"](q, latents, choice, value_width, scale)  # type: ignore[no-any-return]
 
     def _attend_to_cached(
         self, q: Tensor, cached: CachedKeys, window: int | None, options: AttentionOptions, sinks: Tensor | None

@@ -239,14 +239,13 @@ class Kernels(Protocol):
         ...
 
     def sparse_attention(
-        self, q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float, with_weights: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+        self, q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """
         Compute attention to the chosen latents, which all heads share; a latent's value is its first channels.
 
         q: (rows, length, heads, width); latents: (rows, keys, width); result (rows, length, heads, value_width). The
-        second result, if asked for, are the weights summed over heads, at least float32 (rows, length, chosen), without
-        gradients.
+        second result are the weights summed over heads, at least float32 (rows, length, chosen), without gradients.
         """
         ...
 

@@ -33,13 +33,13 @@ def choose_keys_eager(
 
 
 def sparse_attention_eager(
-    q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float, with_weights: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """
     Return attention to the chosen latents, and the weights' sums over heads.
 
     q (rows, length, heads, width), latents (rows, keys, width); results are (rows, length, heads, value_width) in q's
-    dtype and, if asked for, at least float32 (rows, length, chosen), without gradients.
+    dtype and at least float32 (rows, length, chosen), without gradients.
     """
     keys = latents.shape[1]
     places = choice.masked_fill(choice < 0, keys).long()
@@ -47,7 +47,5 @@ def sparse_attention_eager(
     products = upcast(torch.einsum("rqhd,rkd->rhqk", q, latents)) * scale
     weights = products.masked_fill(~visible[:, None, :, :keys], -torch.inf).softmax(-1)
     mixed = torch.einsum("rhqk,rkd->rqhd", weights.to(q.dtype), latents[..., :value_width])
-    if not with_weights:
-        return mixed, None
     sums = weights.detach().sum(1).gather(-1, choice.clamp(min=0).long())
     return mixed, sums.masked_fill(choice < 0, 0.0)

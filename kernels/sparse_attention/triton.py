@@ -59,8 +59,6 @@ MAX_SUMS = 2**15
 COLUMNS, ENTRIES = 128, 32
 """A program's columns in keys' gradients, and parts that it loads at a time."""
 
-LOG2_E = 1.4426950408889634
-
 
 class Tile(NamedTuple):
     """A program's most heads, or for `index_scores` its tokens, its keys in a block, and its warps and stages."""
@@ -172,10 +170,7 @@ def _choose_keys(
             HEADS=heads,
             WIDTH=width,
             WIDTH_BLOCK=_block(width),
-            TOKENS=tile.heads,
-            KEYS=tile.keys,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **tile.build_constants(tile.heads),
         )
         begins, seen = first[row, tokens, None], counts[row, tokens, None]
         best = scores.topk(chosen, sorted=False).indices
@@ -219,8 +214,8 @@ def _choose_keys_backward(
 
 
 def sparse_attention_triton(
-    q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float, with_weights: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """
     Compute sparse_attention_eager for float32, bfloat16 and float16; for wide latents, by itself.
 
@@ -229,9 +224,8 @@ def sparse_attention_triton(
     """
     check_floats("sparse_attention_triton", q, latents)
     if not _fits_in_shared_memory(latents, [value_width, latents.shape[2] - value_width], MAX_LATENT_BYTES):
-        return sparse_attention_eager(q, latents, choice, value_width, scale, with_weights)
-    mixed, weights = _SparseAttention.apply(q, latents, choice, value_width, scale, with_weights)  # type: ignore[no-untyped-call]
-    return mixed, weights if with_weights else None
+        return sparse_attention_eager(q, latents, choice, value_width, scale)
+    return _SparseAttention.apply(q, latents, choice, value_width, scale)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _SparseAttention(Function):
@@ -239,10 +233,10 @@ class _SparseAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float, with_weights: bool
+        ctx: Any, q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return results (rows, length, heads, value_width), and weights (rows, length, chosen) or without numbers."""
-        mixed, weights, lse = _attend(q, latents, choice, value_width, scale, with_weights)
+        """Return results (rows, length, heads, value_width), and weights' sums (rows, length, chosen)."""
+        mixed, weights, lse = _attend(q, latents, choice, value_width, scale)
         ctx.save_for_backward(q, latents, choice, mixed, lse)
         ctx.mark_non_differentiable(weights)
         ctx.scale = scale
@@ -252,27 +246,21 @@ class _SparseAttention(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grads = _attend_backward(grad, *ctx.saved_tensors, ctx.scale)  # type: ignore[call-arg]
-        return *grads, *(None,) * 4
+        return *grads, None, None, None
 
 
 @register_kernel(
     "sparse_attention",
-    lambda q, choice, value_width, with_weights: (
+    lambda q, choice, value_width: (
         q.new_empty(*q.shape[:3], value_width),
-        q.new_empty(*choice.shape[:2], choice.shape[2] if with_weights else 0, dtype=torch.float32),
+        q.new_empty(choice.shape, dtype=torch.float32),
         q.new_empty(q.shape[:3], dtype=torch.float32),
     ),
     flops=lambda q, choice, value_width: attention_flops(choice.numel() * q.shape[2], q.shape[3], value_width),
     scratch=lambda q, choice: min(CHUNK_BYTES, q.itemsize * q.shape[2] * choice.numel()),
 )
 def _attend(
-    results: tuple[Tensor, Tensor, Tensor],
-    q: Tensor,
-    latents: Tensor,
-    choice: Tensor,
-    value_width: int,
-    scale: float,
-    with_weights: bool,
+    results: tuple[Tensor, Tensor, Tensor], q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float
 ) -> None:
     mixed, sums, lse = (x.flatten(0, 1) for x in results)
     q, latents, (heads, chosen) = q.contiguous().flatten(0, 1), latents.contiguous(), (q.shape[2], choice.shape[2])
@@ -282,13 +270,13 @@ def _attend(
         count = len(chunk.counts)
         weights = q.new_empty(count, heads, chosen)
         maxima = q.new_empty(count, heads, blocks, dtype=torch.float32)
-        own = lse[chunk.tokens]
+        parts = lse.new_zeros(groups, count, chosen)
         _weigh_keys[(count * groups,)](
-            *(q[chunk.tokens], latents, chunk.places, chunk.counts, weights, maxima, own, scale * LOG2_E), **constants
+            *(q[chunk.tokens], latents, chunk.places, chunk.counts, weights, maxima, lse[chunk.tokens], scale),
+            **constants,
         )
-        parts = _sum_rows(chunk, weights, latents, mixed, value_width, maxima, own, with_weights)
-        if parts is not None:
-            torch.sum(parts, 0, out=sums[chunk.tokens])
+        _sum_rows(chunk, weights, latents, mixed, value_width, maxima, lse[chunk.tokens], parts)
+        torch.sum(parts, 0, out=sums[chunk.tokens])
 
 
 def _count_pair_bytes(q: Tensor, latents: Tensor) -> int:
@@ -323,7 +311,7 @@ def _attend_backward(
         pairs = q.new_empty(count, 2 * heads, chosen)  # gradients of scores, and weights
         _compute_score_gradients[(count * cdiv(heads, constants["BLOCK"]),)](
             *(q[tokens], grad[tokens], mixed[tokens], latents, chunk.places, chunk.counts, lse[tokens], pairs),
-            *(scale * LOG2_E, scale),
+            scale,
             **constants,
         )
         _sum_rows(chunk, pairs, latents, grads[0], width)
@@ -366,20 +354,19 @@ def _sum_rows(
     columns: int,
     maxima: Tensor | None = None,
     lse: Tensor | None = None,
-    with_sums: bool = False,
-) -> Tensor | None:
+    sums: Tensor | None = None,
+) -> None:
     """
     Fill the chunk's tokens in `result` (..., heads, columns) with chosen latents' weighted sums.
 
-    weights (tokens, heads or more, chosen) are factors, or with `maxima` (tokens, heads, blocks) and `lse`
-    (tokens, heads) powers of 2 below a block's maximum. Returns weights' sums by token, for each group.
+    weights (tokens, heads or more, chosen) are factors. With `maxima` (tokens, heads, blocks) and `lse` (tokens, heads)
+    they are relative to a block's maximum, and `sums` (groups, tokens, chosen) gets their sums over a group's heads.
     """
     result = result.view(-1, *result.shape[-2:])[chunk.tokens]
     (count, heads, _), chosen = result.shape, weights.shape[2]
     constants = TILES["sums"].build_constants(heads)
     groups, main = cdiv(heads, constants["BLOCK"]), 1 << (columns.bit_length() - 1)
     part = min(main, MAX_SUMS // constants["BLOCK"])
-    sums = weights.new_zeros(groups, count, chosen, dtype=torch.float32) if with_sums else None
     _sum_chosen_rows[(count * groups, cdiv(main, part))](
         *(weights, latents, chunk.places, chunk.counts, maxima, lse, sums, result, count),
         WEIGHT_ROWS=weights.shape[1],
@@ -387,7 +374,6 @@ def _sum_rows(
         MAXIMA_KEYS=TILES["weights"].keys,
         **_build_constants(result, main, chosen) | {"VALUE_BLOCK": _block(part)} | constants,
     )
-    return sums
 
 
 def _add_by_key(chunk: Chunk, pairs: Tensor, factors: Tensor, result: Tensor) -> None:
@@ -450,15 +436,15 @@ def _multiply_both(query, value, query_rest, rest, scale):
 @cache_launches("count", "columns", "limit")
 def _score_visible_keys(
     queries, factors, first, ends, keys, scores, count, columns, limit, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
     """Store scores by token and key; -inf where a token does not see the key."""
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     row = tl.minimum(token, count - 1)
     begin, end = tl.load(first + row), tl.load(ends + row)
-    total = tl.zeros((TOKENS, KEYS), tl.float32)
+    total = tl.zeros((BLOCK, KEYS), tl.float32)
     is_visible = (tl.min(begin) < (tl.program_id(1) + 1) * KEYS) & (tl.max(end) > tl.program_id(1) * KEYS)
     heads = tl.where(is_visible, HEADS, 0)
     block = _load_columns(keys, tl.minimum(key, limit - 1), WIDTH, 0, WIDTH, WIDTH_BLOCK)
@@ -503,7 +489,7 @@ def _weigh_keys(
     BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
-    """Store weights relative to the largest score so far, in base 2, these maxima by block, and log-sum-exp."""
+    """Store weights relative to the largest score so far, these maxima by block, and log-sum-exp."""
     WIDTH: tl.constexpr = VALUE + REST
     token, _group, head, is_head = _locate_heads(HEADS, BLOCK)
     row, count = token * HEADS + head, tl.load(counts + token)
@@ -517,12 +503,12 @@ def _weigh_keys(
         scores = _multiply_both(query, value, query_rest, rest, scale)
         scores = tl.where(inside[None, :], scores, MASKED)
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        weight = tl.exp2(scores - new_largest[:, None])
-        total = total * tl.exp2(largest - new_largest) + tl.sum(weight, 1)
+        weight = tl.exp(scores - new_largest[:, None])
+        total = total * tl.exp(largest - new_largest) + tl.sum(weight, 1)
         largest = new_largest
         tl.store(maxima + row * ((CHOSEN + KEYS - 1) // KEYS) + start // KEYS, largest, mask=is_head)
         tl.store(weights + row[:, None] * CHOSEN + slot[None, :], weight, mask=mask_tile(is_head, inside))
-    tl.store(lse + row, largest + tl.log2(total), mask=is_head)
+    tl.store(lse + row, largest + tl.log(total), mask=is_head)
 
 
 # fmt: off
@@ -554,10 +540,9 @@ def _sum_chosen_rows(
         weight = load_or_zero(weight_at, mask_tile(is_head, inside))
         if lse is not None:
             largest = tl.load(maxima + row * BLOCKS + start // MAXIMA_KEYS)
-            exact = weight.to(tl.float32) * tl.exp2(largest - statistic)[:, None]
-            if sums is not None:
-                is_own = slot < tl.where(is_last, count, 0)
-                tl.store(sums + (group * tokens + token) * CHOSEN + slot, tl.sum(exact, 0), mask=is_own)
+            exact = weight.to(tl.float32) * tl.exp(largest - statistic)[:, None]
+            is_own = slot < tl.where(is_last, count, 0)
+            tl.store(sums + (group * tokens + token) * CHOSEN + slot, tl.sum(exact, 0), mask=is_own)
             weight = exact.to(latents.dtype.element_ty)
         value = _load_columns(latents + column, key, WIDTH, 0, PART, VALUE_BLOCK)
         mixed = tl.dot(weight, value, mixed, input_precision="ieee")
@@ -573,7 +558,7 @@ def _sum_chosen_rows(
 # fmt: off
 @cache_launches()
 def _compute_score_gradients(
-    q, grad, mixed, latents, places, counts, lse, pairs, scale, factor, HEADS: tl.constexpr, VALUE: tl.constexpr,
+    q, grad, mixed, latents, places, counts, lse, pairs, scale, HEADS: tl.constexpr, VALUE: tl.constexpr,
     REST: tl.constexpr, VALUE_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):
@@ -593,8 +578,8 @@ def _compute_score_gradients(
         rest = _load_columns(latents, key, WIDTH, VALUE, REST, REST_BLOCK)
         scores = _multiply_both(query, value, query_rest, rest, scale)
         to_weight = tl.dot(wanted, value.T, input_precision="ieee")
-        weight = tl.exp2(scores - statistic[:, None])
-        to_score = weight * (to_weight - along[:, None]) * factor
+        weight = tl.exp(scores - statistic[:, None])
+        to_score = weight * (to_weight - along[:, None]) * scale
         is_pair = mask_tile(is_head, inside)
         target = pairs + (2 * token * HEADS + head)[:, None] * CHOSEN + slot[None, :]
         tl.store(target, to_score, mask=is_pair)

@@ -123,7 +123,7 @@ def choices() -> Iterator[tuple[str, Launch]]:
             f"choose_keys backward {name}",
             lambda i=index, c=choice: sparse_attention._choose_keys_backward(c.float(), *i, c),  # type: ignore[call-arg]
         )
-        yield f"sparse_attention {name}", lambda i=inputs: sparse_attention._attend(*i, 512, 0.1, True)  # type: ignore[call-arg]
+        yield f"sparse_attention {name}", lambda i=inputs: sparse_attention._attend(*i, 512, 0.1)  # type: ignore[call-arg]
         mixed = q[..., :512]
         yield (
             f"sparse_attention backward {name}",

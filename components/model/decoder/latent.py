@@ -134,9 +134,7 @@ class ChoiceAttention(LatentAttention):
     values, because a token's heads then share the keys.
     """
 
-    def attend_to_choice(
-        self, inputs: LatentInputs, choice: Tensor, context: LayerContext, with_weights: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend_to_choice(self, inputs: LatentInputs, choice: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """
         Return results (rows, length, heads, v_dim), and weights like `Kernels.sparse_attention`.
 
@@ -149,9 +147,7 @@ class ChoiceAttention(LatentAttention):
         latents, k_rope, _ = self.kernels.extend_keys(latents.unsqueeze(-2), k_rope, context.mask)
         q = torch.cat([torch.einsum("rlhn,chn->rlhc", q_nope, to_keys), q_rope], -1)
         joined = torch.cat([latents, k_rope], -1).squeeze(-2)
-        mixed, weights = self.kernels.sparse_attention(
-            q, joined, choice, spec.kv_rank, spec.options.scale or 1.0, with_weights
-        )
+        mixed, weights = self.kernels.sparse_attention(q, joined, choice, spec.kv_rank, spec.options.scale or 1.0)
         return torch.einsum("rlhc,chv->rlhv", mixed, to_values), weights
 
 
@@ -198,9 +194,8 @@ class SparseLatentAttention(ChoiceAttention):
         )
         if spec.link:
             context.links.setdefault(spec.link, choice)
-        learns = context.weights is not None and spec.loss_coef > 0
-        mixed, weights = self.attend_to_choice(inputs, choice, context, learns)
-        if context.weights is None or weights is None:
+        mixed, weights = self.attend_to_choice(inputs, choice, context)
+        if context.weights is None or not spec.loss_coef:
             return mixed
         target = self.ranks.all_reduce(weights) * (spec.loss_coef / spec.heads)
         learned = scores.log_softmax(-1).masked_fill(choice < 0, 0.0)

@@ -135,7 +135,7 @@ def _show_errors() -> None:
 
     _show_error("choice", score, score_exactly, index, ())
     inputs = _draw(1, length, HEADS, LATENT + ROPE), _draw(1, length, LATENT + ROPE, scale=0.3)
-    options = choice, LATENT, SCALE, True
+    options = choice, LATENT, SCALE
     _show_error("attention", triton.sparse_attention_triton, eager.sparse_attention_eager, inputs, options)
 
 
@@ -167,8 +167,8 @@ def _create_operations(length: int) -> dict[str, Call]:
     choice, _ = triton.choose_keys_triton(*index, first, counts, CHOSEN)
     seed, score_seed = _draw(1, length, HEADS, LATENT).detach(), torch.randn(choice.shape, device="cuda")
 
-    def attend(with_weights: bool) -> Any:
-        return triton.sparse_attention_triton(*inputs, choice, LATENT, SCALE, with_weights)
+    def attend() -> Tensor:
+        return triton.sparse_attention_triton(*inputs, choice, LATENT, SCALE)[0]
 
     def choose() -> Tensor:
         return triton.choose_keys_triton(*index, first, counts, CHOSEN)[1]
@@ -176,9 +176,8 @@ def _create_operations(length: int) -> dict[str, Call]:
     return {
         "choice, forwards": torch.no_grad()(choose),
         "choice, both": lambda: torch.autograd.grad(choose(), index, score_seed),
-        "attention, forwards": torch.no_grad()(lambda: attend(True)),
-        "attention, forwards, without weights": torch.no_grad()(lambda: attend(False)),
-        "attention, both": lambda: torch.autograd.grad(attend(True)[0], inputs, seed),
+        "attention, forwards": torch.no_grad()(attend),
+        "attention, both": lambda: torch.autograd.grad(attend(), inputs, seed),
     }
 
 
