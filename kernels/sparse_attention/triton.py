@@ -81,7 +81,7 @@ TILES = {
     "sums": Tile(128, 64, 8, 3),
     "gradients": Tile(64, 64, 8, 1),
 }
-"""Tiles by kernel, for an H200."""
+"""Tiles by kernel, for an H200; `sums` has no more keys than `weights`."""
 
 
 class Chunk(NamedTuple):

@@ -33,13 +33,24 @@ LENGTHS, VARIED_LENGTH = (8192, 32768), 8192
 DOCUMENTS = (300, 2260)
 """Documents' lengths for errors; in the second one most tokens see more keys than are chosen."""
 
-VARIANTS = {
-    "weights": [Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)],
-    "sums": [Tile(128, 64, 8, 2), Tile(128, 64, 8, 4), Tile(64, 64, 8, 3), Tile(128, 128, 8, 3)],
-    "gradients": [Tile(64, 32, 4, 3), Tile(64, 64, 4, 1)],
-    "index_scores": [Tile(128, 128, 8, 2), Tile(128, 128, 8, 4), Tile(64, 128, 4, 3)],
-    "products": [Tile(64, 64, 4, 2), Tile(64, 128, 4, 3), Tile(64, 128, 8, 3)],
-}
+FORWARDS, BOTH, CHOICE, CHOICE_BOTH = "attention, forwards", "attention, both", "choice, forwards", "choice, both"
+VARIANTS: list[tuple[str, dict[str, Tile]]] = [
+    (FORWARDS, {}),
+    *((FORWARDS, {"weights": tile}) for tile in (Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2))),
+    *((FORWARDS, {"sums": Tile(128, keys, 8, stages)}) for keys, stages in ((64, 2), (64, 4), (32, 4))),
+    (FORWARDS, {"sums": Tile(64, 64, 8, 3)}),
+    (FORWARDS, {"weights": Tile(128, 32, 4, 3), "sums": Tile(128, 32, 8, 4)}),
+    (FORWARDS, {"weights": Tile(64, 32, 4, 3), "sums": Tile(128, 32, 8, 4)}),
+    (BOTH, {}),
+    *((BOTH, {"gradients": tile}) for tile in (Tile(64, 32, 4, 3), Tile(64, 64, 4, 1))),
+    (BOTH, {"sums": Tile(128, 64, 8, 4)}),
+    (CHOICE, {}),
+    *((CHOICE, {"index_scores": tile}) for tile in (Tile(128, 128, 8, 2), Tile(128, 128, 8, 4), Tile(64, 128, 4, 3))),
+    (CHOICE_BOTH, {}),
+    *((CHOICE_BOTH, {"products": tile}) for tile in (Tile(64, 64, 4, 2), Tile(64, 128, 4, 3), Tile(64, 128, 8, 3))),
+]
+"""Calls with other tiles: most heads (or tokens), keys, warps, stages. Sums have no more keys than weights."""
+
 CHUNKS = (2**30, 2**32)
 
 Call = Callable[[], Any]
@@ -58,23 +69,16 @@ def main() -> None:
         _try("operations", partial(_show_operations, length))
     print(f"\nother tiles, {VARIED_LENGTH:,} tokens", flush=True)
     calls = _create_operations(VARIED_LENGTH)
-    users = {
-        "weights": ("attention, forwards",),
-        "sums": ("attention, forwards", "attention, both"),
-        "gradients": ("attention, both",),
-        "index_scores": ("choice, forwards",),
-        "products": ("choice, both",),
-    }
-    for name, tiles in VARIANTS.items():
-        for tile in (TILES[name], *tiles):
-            own, TILES[name] = TILES[name], tile
-            for user in users[name]:
-                _try(f"  {name} {tuple(tile)}: {user}", partial(_show, f"{name} {tuple(tile)}: {user}", calls[user]))
-            TILES[name] = own
+    defaults = dict(TILES)
+    for user, tiles in VARIANTS:
+        TILES.update(defaults | tiles)
+        name = f"{user} {' '.join(f'{kernel} {tuple(tile)}' for kernel, tile in tiles.items())}"
+        _try(name, partial(_show, name, calls[user]))
+    TILES.update(defaults)
     default = triton.CHUNK_BYTES
     for triton.CHUNK_BYTES in CHUNKS:
-        name = f"chunks of {triton.CHUNK_BYTES / 2**30:.0f} GiB: attention, both"
-        _try(name, partial(_show, name, calls["attention, both"]))
+        name = f"{BOTH} in chunks with {triton.CHUNK_BYTES / 2**30:.0f} GiB"
+        _try(name, partial(_show, name, calls[BOTH]))
     triton.CHUNK_BYTES = default
 
 
@@ -174,10 +178,10 @@ def _create_operations(length: int) -> dict[str, Call]:
         return triton.choose_keys_triton(*index, first, counts, CHOSEN)[1]
 
     return {
-        "choice, forwards": torch.no_grad()(choose),
-        "choice, both": lambda: torch.autograd.grad(choose(), index, score_seed),
-        "attention, forwards": torch.no_grad()(attend),
-        "attention, both": lambda: torch.autograd.grad(attend(), inputs, seed),
+        CHOICE: torch.no_grad()(choose),
+        CHOICE_BOTH: lambda: torch.autograd.grad(choose(), index, score_seed),
+        FORWARDS: torch.no_grad()(attend),
+        BOTH: lambda: torch.autograd.grad(attend(), inputs, seed),
     }
 
 
@@ -185,7 +189,7 @@ def _show_operations(length: int) -> None:
     calls = _create_operations(length)
     for name, call in calls.items():
         _show(name, call)
-    for name in ("choice, both", "attention, both"):
+    for name in (CHOICE_BOTH, BOTH):
         print(f"   {name}", flush=True)
         show_kernels(calls[name], 10)
 
