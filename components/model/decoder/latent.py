@@ -189,9 +189,10 @@ class SparseLatentAttention(ChoiceAttention):
         wide = torch.promote_types(factors.dtype, torch.float32)
         factors = factors.to(wide) * (spec.index_heads * spec.index_dim) ** -0.5
         first, counts = _find_visible_range(context.documents, visible)
-        choice, scores = kernels.choose_keys(
-            queries, keys.squeeze(-2), factors, first, counts, spec.chosen or keys.shape[1]
-        )
+        # A kernel is compiled for each size: while a cache grows, only for powers of two.
+        size = 1 << (keys.shape[1] - 1).bit_length()
+        chosen = min(spec.chosen or size, size)
+        choice, scores = kernels.choose_keys(queries, keys.squeeze(-2), factors, first, counts, chosen)
         if spec.link:
             context.links.setdefault(spec.link, choice)
         mixed, weights = self.attend_to_choice(inputs, choice, context)
