@@ -50,11 +50,12 @@ def main() -> None:
             torch.cuda.empty_cache()
 
 
-def _show(name: str, residual: Any, compiled: bool, plain: float) -> float:
+def _show(name: str, residual: str, compiled: bool, plain: float) -> float:
     """Print a line and the slowest kernels; return a step's seconds."""
     torch.manual_seed(0)
     kernels = kernels_on(DEVICE)
-    model = Pattern(kernels=kernels, residual=residual, **SIZES)
+    sizes: dict[str, Any] = SIZES | {"residual": residual}
+    model = Pattern(kernels=kernels, **sizes)
     with DEVICE:
         module: Any = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True)).bfloat16()
     for parameter in module.parameters():
