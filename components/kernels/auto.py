@@ -288,6 +288,16 @@ class AutoKernels(_OperationSettings):
         seen = self._functions["causal_mask"](k.shape[1], keys.shape[1], mask.window, k.device, count)
         return keys, values, seen[0]
 
+    def choose_keys(
+        self, queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
+    ) -> tuple[Tensor, Tensor]:
+        return self._functions["choose_keys"](queries, keys, factors, first, counts, chosen)  # type: ignore[no-any-return]
+
+    def sparse_attention(
+        self, q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._functions["sparse_attention"](q, latents, choice, value_width, scale)  # type: ignore[no-any-return]
+
     def _attend_to_cached(
         self, q: Tensor, cached: CachedKeys, window: int | None, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:

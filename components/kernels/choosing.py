@@ -57,6 +57,8 @@ OPERATIONS = {
         },
         ("cudnn", "flex", "eager"),
     ),
+    "choose_keys": _create_operation("an indexer's choice of keys", "sparse_attention", "choose_keys"),
+    "sparse_attention": _create_operation("attention to chosen keys", "sparse_attention", "sparse_attention"),
     "causal_conv": _create_operation("the convolution over tokens in recurrent layers", "gated_delta", "causal_conv"),
     "gated_delta_rule": _create_operation("the gated delta rule in recurrent layers", "gated_delta", "delta_rule"),
     "state_space": _create_operation("Mamba-2's recurrence", "state_space", "state_space"),

@@ -62,11 +62,7 @@ class DeepseekV32Config(Glm4MoeLiteConfig):
 
 @component(impact="incompatible")
 class DeepseekV32(DecoderBuilder):
-    """
-    A DeepSeek-V3.2 language model, with sizes from this table or a Hugging Face `config.json`.
-
-    Attention is computed in plain torch for all pairs of tokens, so it saves no time.
-    """
+    """A DeepSeek-V3.2 language model, with sizes from this table or a Hugging Face `config.json`."""
 
     family = Family(
         DeepseekV32Config,

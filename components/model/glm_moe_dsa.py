@@ -38,10 +38,12 @@ class GlmDsaConfig(DeepseekV32Config):
     def mixer_spec_of(self, layer: int) -> Any:
         types = self.indexer_types
         link = f"index {max(n for n in range(layer + 1) if types[n] == FULL)}"
+        own = super().mixer_spec_of(layer)
         if types[layer] == SHARED:
-            return SharedIndexSpec(**attrs.asdict(LatentConfig.mixer_spec_of(self, layer), recurse=False), link=link)
+            latent = LatentConfig.mixer_spec_of(self, layer)
+            return SharedIndexSpec(**attrs.asdict(latent, recurse=False), chosen=own.chosen, link=link)
         return attrs.evolve(
-            super().mixer_spec_of(layer),
+            own,
             index_interleaved=True,
             loss_coef=self.indexer_loss_coef / types[: self.num_hidden_layers].count(FULL),
             link=link if types[layer + 1 : layer + 2] == [SHARED] else "",
@@ -72,11 +74,7 @@ class GlmDsaConfig(DeepseekV32Config):
 
 @component(impact="incompatible")
 class GlmMoeDsa(DecoderBuilder):
-    """
-    A GLM-5 language model, with sizes from this table or a Hugging Face `config.json`.
-
-    Attention is computed in plain torch for all pairs of tokens, so it saves no time.
-    """
+    """A GLM-5 language model, with sizes from this table or a Hugging Face `config.json`."""
 
     family = Family(
         GlmDsaConfig,

@@ -224,6 +224,31 @@ class Kernels(Protocol):
         """
         ...
 
+    def choose_keys(
+        self, queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Choose the `chosen` visible keys with the best scores for each token.
+
+        queries: (rows, length, heads, width); keys: (rows, keys, width); factors: (rows, length, heads). A score is the
+        sum over heads of factor * relu(query . key). A token sees `counts` keys from the index `first` on, int32 (rows,
+        length); the last `length` keys are the tokens' own or come after them. The choice, int32 (rows, length,
+        chosen), has indices of keys, and -1 behind them if there are fewer. Its scores have this shape, are at least
+        float32, and -inf without a key.
+        """
+        ...
+
+    def sparse_attention(
+        self, q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Compute attention to the chosen latents, which all heads share; a latent's value is its first channels.
+
+        q: (rows, length, heads, width); latents: (rows, keys, width); result (rows, length, heads, value_width). The
+        second result are the weights summed over heads, at least float32 (rows, length, chosen), without gradients.
+        """
+        ...
+
     def linear_cross_entropy(
         self,
         hidden: Tensor,

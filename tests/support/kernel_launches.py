@@ -22,6 +22,7 @@ from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.rms_norm import triton as rms_norm
 from drawloom.kernels.rope import triton as rope
 from drawloom.kernels.sampling.triton import draw_ids_triton
+from drawloom.kernels.sparse_attention import triton as sparse_attention
 from drawloom.kernels.state_space import triton as state_space
 from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 from drawloom.kernels.triton import tma
@@ -44,6 +45,7 @@ def launches() -> Iterator[tuple[str, Launch]]:
         gates,
         rotations,
         attention,
+        choices,
         draws,
         steps,
         losses,
@@ -107,6 +109,26 @@ def attention() -> Iterator[tuple[str, Launch]]:
                 f"block_attention {width}/{v_width} {dtype} window {options[-1]}",
                 lambda q=q, k=k, v=v, o=options: block_attention._attend(q, k, v, *o, 0.1, 0.0),  # type: ignore[call-arg]
             )
+
+
+def choices() -> Iterator[tuple[str, Launch]]:
+    bounds = torch.zeros(1, 65, dtype=torch.int32)
+    for heads, dtype, chosen in ((128, BF16, 2048), (64, BF16, 2048), (128, FLOAT, 512)):
+        queries, keys, factors = empty(1, 65, 64, 128, dtype=dtype), empty(1, 65, 128, dtype=dtype), empty(1, 65, 64)
+        q, latents = empty(1, 65, heads, 576, dtype=dtype), empty(1, 65, 576, dtype=dtype)
+        choice, name = torch.full((1, 65, chosen), -1, dtype=torch.int32), f"{heads} heads {dtype}"
+        index, inputs, lse = (queries, keys, factors), (q, latents, choice), empty(1, 65, heads, dtype=FLOAT)
+        yield f"choose_keys {name}", lambda i=index: sparse_attention._choose_keys(*i, bounds, bounds, 16)  # type: ignore[call-arg]
+        yield (
+            f"choose_keys backward {name}",
+            lambda i=index, c=choice: sparse_attention._choose_keys_backward(c.float(), *i, c),  # type: ignore[call-arg]
+        )
+        yield f"sparse_attention {name}", lambda i=inputs: sparse_attention._attend(*i, 512, 0.1)  # type: ignore[call-arg]
+        mixed = q[..., :512]
+        yield (
+            f"sparse_attention backward {name}",
+            lambda i=inputs, m=mixed, s=lse: sparse_attention._attend_backward(m, *i, m, s, 0.1),  # type: ignore[call-arg]
+        )
 
 
 def draws() -> Iterator[tuple[str, Launch]]:

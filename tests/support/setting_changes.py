@@ -254,6 +254,8 @@ TRITON = (
     "swiglu_halves",
     "geglu",
     "oss_swiglu_halves",
+    "choose_keys",
+    "sparse_attention",
     "causal_conv",
     "gated_delta_rule",
     "state_space",

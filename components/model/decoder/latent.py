@@ -5,7 +5,7 @@ It may see only the tokens chosen by an indexer (DSA: DeepSeek-V3.2, arXiv 2512.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,18 @@ from drawloom.ports import Kernels
 
 LATENT_EPS = 1e-6
 """Constant of the norms of latents, whatever rms_norm_eps is, as in transformers."""
+
+
+class LatentInputs(NamedTuple):
+    """
+    Queries (rows, length, heads, nope_dim) and (rows, length, heads, rope_dim), latents (rows, length, kv_rank), and
+    the rotated part of keys (rows, length, 1, rope_dim).
+    """
+
+    q_nope: Tensor
+    q_rope: Tensor
+    latents: Tensor
+    k_rope: Tensor
 
 
 class LatentAttention(TensorParallel):
@@ -63,25 +75,31 @@ class LatentAttention(TensorParallel):
             query_latent, latent, k_rope = self._gather_split_tokens([own, latent, k_rope], shape)
             q = self.q_b_proj(query_latent)
         q_nope, q_rope = q.view(*shape, -1, spec.nope_dim + spec.rope_dim).split([spec.nope_dim, spec.rope_dim], -1)
-        kv = self.kv_b_proj(latent).view(*shape, -1, spec.nope_dim + spec.v_dim)
-        k_nope, v = kv.split([spec.nope_dim, spec.v_dim], -1)
         interleaved = spec.rope is not None and spec.rope.interleaved
         q_rope, k_rope = (context.rotate(self.kernels, x, interleaved) for x in (q_rope, k_rope.unsqueeze(-2)))
-        q = torch.cat([q_nope, q_rope], -1)
-        k = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
-        mixed = self.attend(q, k, v, hidden, own, context)
+        mixed = self.attend(LatentInputs(q_nope, q_rope, latent, k_rope), hidden, own, context)
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, query_latent: Any, context: LayerContext
+        self, inputs: LatentInputs, hidden: Tensor, query_latent: Tensor | None, context: LayerContext
     ) -> Tensor:
         """
-        Return attention's results (rows, length, heads, v_dim) for q, k and v (rows, length, heads, ...).
+        Return attention's results (rows, length, heads, v_dim).
 
         `hidden` and `query_latent` (..., width) are of this rank's split tokens; the latter is None without a
         `query_rank`.
         """
+        q_nope, q_rope, latents, k_rope = inputs
+        k_nope, v = self._split_expanded(self.kv_b_proj(latents))
+        q = torch.cat([q_nope, q_rope], -1)
+        k = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
         return self.kernels.attention(q, k, v, context.mask, self.spec.options)
+
+    def _split_expanded(self, kv: Tensor) -> Sequence[Tensor]:
+        """Return keys (..., heads, nope_dim) and values (..., heads, v_dim) from projected latents."""
+        spec = self.spec
+        heads = kv.view(*kv.shape[:-1], -1, spec.nope_dim + spec.v_dim)
+        return torch.split(heads, [spec.nope_dim, spec.v_dim], -1)
 
     def _gather_split_tokens(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
         """Gather several tensors' split tokens (tokens, width) in one collective; return (rows, length, width)."""
@@ -108,34 +126,45 @@ class Indexer(nn.Module):
         return self.wq_b(query_latent), self.k_norm(self.wk(hidden)), self.weights_proj(hidden)
 
 
-def attend_to_visible_tokens(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+class ChoiceAttention(LatentAttention):
     """
-    Return attention's results (rows, length, heads, width) and weights (rows, heads, length, keys), at least float32.
+    Latent attention to chosen tokens.
 
-    q, k and v are (rows, tokens, heads, width), `visible` is bool (rows, length, keys).
+    All heads attend to the latents themselves: queries are projected to latents' channels, and so are results back to
+    values, because a token's heads then share the keys.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    products = torch.einsum("rqhd,rkhd->rhqk", q, k).to(wide) * scale
-    weights = products.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
-    return torch.einsum("rhqk,rkhd->rqhd", weights.to(v.dtype), v), weights
+
+    def attend_to_choice(self, inputs: LatentInputs, choice: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """
+        Return results (rows, length, heads, v_dim), and weights like `Kernels.sparse_attention`.
+
+        `choice` is int32 (rows, length, chosen).
+        """
+        spec, (q_nope, q_rope, latents, k_rope) = self.spec, inputs
+        # The identity's projection is the weight, also if the layer has another form of it, or an adapter.
+        identity = torch.eye(spec.kv_rank, dtype=latents.dtype, device=latents.device)
+        to_keys, to_values = self._split_expanded(self.kv_b_proj(identity))
+        latents, k_rope, _ = self.kernels.extend_keys(latents.unsqueeze(-2), k_rope, context.mask)
+        q = torch.cat([torch.einsum("rlhn,chn->rlhc", q_nope, to_keys), q_rope], -1)
+        joined = torch.cat([latents, k_rope], -1).squeeze(-2)
+        mixed, weights = self.kernels.sparse_attention(q, joined, choice, spec.kv_rank, spec.options.scale or 1.0)
+        return torch.einsum("rlhc,chv->rlhv", mixed, to_values), weights
 
 
-class SharedIndexAttention(LatentAttention):
+class SharedIndexAttention(ChoiceAttention):
     """Latent attention to an earlier indexer's choice."""
 
     spec: SharedIndexSpec
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, query_latent: Any, context: LayerContext
+        self, inputs: LatentInputs, hidden: Tensor, query_latent: Tensor | None, context: LayerContext
     ) -> Tensor:
-        k, v, _ = self.kernels.extend_keys(k, v, context.mask)
-        scale = self.spec.options.scale or 1.0
-        return attend_to_visible_tokens(q, k, v, context.links[self.spec.link], scale)[0]
+        return self.attend_to_choice(inputs, context.links[self.spec.link], context)[0]
 
 
-class SparseLatentAttention(LatentAttention):
+class SparseLatentAttention(ChoiceAttention):
     """
-    Latent attention to the tokens chosen by an indexer, in plain torch.
+    Latent attention to the tokens chosen by an indexer.
 
     The indexer learns from the divergence of its scores' softmax from the heads' mean attention, over the visible
     tokens: all tokens in warm-up, the chosen ones afterwards.
@@ -148,31 +177,43 @@ class SparseLatentAttention(LatentAttention):
         self.indexer = Indexer(architecture, spec, kernels)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, query_latent: Any, context: LayerContext
+        self, inputs: LatentInputs, hidden: Tensor, query_latent: Tensor | None, context: LayerContext
     ) -> Tensor:
-        spec, shape, wide = self.spec, context.documents.shape, torch.promote_types(q.dtype, torch.float32)
+        spec, shape, kernels = self.spec, context.documents.shape, self.kernels
         parts = self.indexer(hidden, query_latent)
         queries, keys, factors = (self.ranks.gather_tokens_without_grad_sum(part, shape) for part in parts)
         queries, keys = (
-            context.rotate(self.kernels, x.view(*shape, -1, spec.index_dim), spec.index_interleaved)
-            for x in (queries, keys)
+            context.rotate(kernels, x.view(*shape, -1, spec.index_dim), spec.index_interleaved) for x in (queries, keys)
         )
-        k, v, visible = self.kernels.extend_keys(k, v, context.mask)
-        keys, _, _ = self.kernels.extend_keys(keys, keys, context.mask)
-        if visible is None:
-            documents = context.documents
-            visible = (documents[:, :, None] == documents[:, None, :]).tril()
-        products = torch.einsum("rqhd,rkd->rqhk", queries.to(wide), keys[:, :, 0].to(wide)).relu()
-        scores = torch.einsum("rqhk,rqh->rqk", products, factors.to(wide)) * (spec.index_heads * spec.index_dim) ** -0.5
-        scores = scores.masked_fill(~visible, -torch.inf)
-        if spec.chosen is not None:
-            best = scores.detach().topk(min(spec.chosen, scores.shape[-1])).indices
-            visible = visible & torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+        keys, _, visible = kernels.extend_keys(keys, keys, context.mask)
+        wide = torch.promote_types(factors.dtype, torch.float32)
+        factors = factors.to(wide) * (spec.index_heads * spec.index_dim) ** -0.5
+        first, counts = _find_visible_range(context.documents, visible)
+        # A kernel is compiled for each size: while a cache grows, only for powers of two.
+        size = 1 << (keys.shape[1] - 1).bit_length()
+        chosen = min(spec.chosen or size, size)
+        choice, scores = kernels.choose_keys(queries, keys.squeeze(-2), factors, first, counts, chosen)
         if spec.link:
-            context.links.setdefault(spec.link, visible)
-        mixed, weights = attend_to_visible_tokens(q, k, v, visible, spec.options.scale or 1.0)
+            context.links.setdefault(spec.link, choice)
+        mixed, weights = self.attend_to_choice(inputs, choice, context)
         if context.weights is None or not spec.loss_coef:
             return mixed
-        target = self.ranks.all_reduce(weights.detach().sum(1)) * (spec.loss_coef / spec.heads)
-        learned = scores.masked_fill(~visible, -torch.inf).log_softmax(-1).masked_fill(~visible, 0.0)
+        target = self.ranks.all_reduce(weights) * (spec.loss_coef / spec.heads)
+        learned = scores.log_softmax(-1).masked_fill(choice < 0, 0.0)
         return attach_loss_gradient(mixed, -(target * learned * context.weights.to(wide)[..., None]).sum())
+
+
+def _find_visible_range(documents: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """
+    Return the first key that a token sees, and how many it sees, int32 (rows, length), from document ids of this shape.
+
+    With a cache, `visible` is bool (1, length, keys): all keys up to a token's own.
+    """
+    if visible is not None:
+        counts = visible.sum(-1, dtype=torch.int32).expand_as(documents)
+        return torch.zeros_like(counts), counts
+    index = torch.arange(documents.shape[1], dtype=torch.int32, device=documents.device)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    first = torch.where(begins, index, 0).cummax(1).values
+    return first, index + 1 - first

@@ -1,5 +1,8 @@
 """Specifications of parts that few families have in place of attention."""
 
+from collections import Counter
+from collections.abc import Mapping
+
 import attrs
 
 from drawloom.components.model.decoder.specs import Branch, MixerSpec, PartSpec, RecurrentSpec
@@ -59,18 +62,24 @@ class SparseLatentSpec(LatentSpec):
     link: str = ""
 
     @property
-    def pair_flops(self) -> int:
-        return super().pair_flops + 2 * self.index_heads * self.index_dim
+    def pair_flops_by_window(self) -> Mapping[int | None, int]:
+        index_flops = Counter({None: 2 * self.index_heads * self.index_dim})
+        return index_flops + Counter({self.chosen: self.pair_flops})
 
 
 @attrs.frozen(kw_only=True)
 class SharedIndexSpec(LatentSpec):
-    """Specification for latent attention to an earlier indexer's choice, named `link`."""
+    """Specification for latent attention to an earlier indexer's choice, named `link`, of `chosen` tokens or all."""
 
     part = "latent:SharedIndexAttention"
     is_linked = True
 
+    chosen: int | None
     link: str
+
+    @property
+    def pair_flops_by_window(self) -> Mapping[int | None, int]:
+        return {self.chosen: self.pair_flops}
 
 
 @attrs.frozen(kw_only=True)

@@ -240,7 +240,7 @@ def count_forward_flops(module: Any, architecture: DecoderConfig) -> ForwardFlop
     for layer in range(module.span.first, module.span.last):
         for branch in architecture.branches_of(layer):
             if isinstance(branch.spec, MixerSpec):
-                per_pair[branch.spec.window] += branch.spec.pair_flops
+                per_pair.update(branch.spec.pair_flops_by_window)
             elif isinstance(branch.spec, RecurrentSpec):
                 per_token += branch.spec.token_flops
     return ForwardFlops(by_parameter, {window: float(flops) for window, flops in per_pair.items()}, per_token)

@@ -1,5 +1,6 @@
 """Specifications of a layer's parts, and the context in which they compute."""
 
+from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
@@ -53,6 +54,11 @@ class MixerSpec(PartSpec):
     def pair_flops(self) -> int:
         """FLOPs for one query-key pair in all heads: the query times the key, and the weight times the value."""
         raise NotImplementedError
+
+    @property
+    def pair_flops_by_window(self) -> Mapping[int | None, int]:
+        """FLOPs for one query-key pair, by the number of last keys that a query has pairs with; None: all keys."""
+        return {self.window: self.pair_flops}
 
 
 @attrs.frozen(kw_only=True)

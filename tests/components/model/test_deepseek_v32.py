@@ -144,6 +144,13 @@ def test_the_indexer_learns_from_attention(warmup: bool) -> None:
             torch.testing.assert_close(parameter.grad, plain[name].grad, atol=0, rtol=0)
 
 
+def test_attention_counts_pairs_with_chosen_tokens() -> None:
+    """FLOPs of attention are for `index_topk` keys, with or without an own indexer; an indexer scores all keys."""
+    flops = glm().forward_flops().per_pair
+    assert flops == {5: 4 * 2 * 4 * (10 + 6 + 7), None: 2 * 2 * 12 * 8}
+    assert glm(indexer_warmup=True).forward_flops().per_pair == {None: sum(flops.values())}
+
+
 SHARED = 'model.indexer_types=["full","shared","shared","full"]'
 COMMON = ("model.num_hidden_layers=4", "model.hidden_size=64", "model.num_attention_heads=2")
 

@@ -1,0 +1,1 @@
+"""Attention to the keys chosen by an indexer."""
