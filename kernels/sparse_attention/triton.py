@@ -266,11 +266,12 @@ def _attend(
     q, latents, (heads, chosen) = q.contiguous().flatten(0, 1), latents.contiguous(), (q.shape[2], choice.shape[2])
     constants = _build_constants(q, value_width, chosen) | TILES["weights"].build_constants(heads)
     groups, blocks = cdiv(heads, constants["BLOCK"]), cdiv(chosen, constants["KEYS"])
+    sum_groups = cdiv(heads, TILES["sums"].build_constants(heads)["BLOCK"])
     for chunk in _split_choice(choice, latents.shape[1], heads * q.itemsize):
         count = len(chunk.counts)
         weights = q.new_empty(count, heads, chosen)
         maxima = q.new_empty(count, heads, blocks, dtype=torch.float32)
-        parts = lse.new_zeros(groups, count, chosen)
+        parts = lse.new_zeros(sum_groups, count, chosen)
         _weigh_keys[(count * groups,)](
             *(q[chunk.tokens], latents, chunk.places, chunk.counts, weights, maxima, lse[chunk.tokens], scale),
             **constants,
