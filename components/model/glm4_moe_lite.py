@@ -10,12 +10,14 @@ from drawloom.ports import ConfigJson
 class Glm4MoeLiteConfig(DeepseekV3Config):
     """Config of DeepSeek-V3's layers whose files list the layers with experts."""
 
+    read_types = {"mlp_layer_types": list[str]}
+
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
         """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
         if (types := config.get("mlp_layer_types")) is None:
             return config
-        dense = types.index("sparse") if isinstance(types, list) and "sparse" in types else 0
+        dense = types.index("sparse") if "sparse" in types else 0
         if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
             raise ValueError(f"says mlp_layer_types = {types}, where only dense layers before sparse ones can be built")
         return {**config, "first_k_dense_replace": dense}

@@ -28,6 +28,12 @@ class Lfm2Config(DecoderConfig):
 
     qk_norm = "head"
     renamed = {"rms_norm_eps": "norm_eps"}
+    read_types = {
+        "full_attn_idxs": list[int],
+        "block_ff_dim": int,
+        "block_multiple_of": int,
+        "block_ffn_dim_multiplier": float,
+    }
     renamed_tensors = {
         r"\.self_attn\.o_proj\.": ".self_attn.out_proj.",
         r"\.self_attn\.([qk])_norm\.": r".self_attn.\1_layernorm.",
@@ -56,7 +62,7 @@ class Lfm2Config(DecoderConfig):
         full = config.get("full_attn_idxs") or layers
         types = [FULL if layer in full else "conv" for layer in layers]
         width = config.get("block_ff_dim", config.get("intermediate_size"))
-        if config.get("block_auto_adjust_ff_dim", True) and isinstance(width, int):
+        if config.get("block_auto_adjust_ff_dim", True) and width:
             multiple = config.get("block_multiple_of") or 256
             width = int((config.get("block_ffn_dim_multiplier") or 1.0) * int(2 * width / 3))
             width = -(-width // multiple) * multiple

@@ -78,6 +78,8 @@ class NemotronHConfig(SigmoidExpertsConfig):
     use_conv_bias: bool = setting("add biases to convolutions", default=True)
     time_step_min: float = training_setting("least time step in Mamba-2", default=0.001, check=at_least(0))
 
+    read_types = dict.fromkeys(("layer_types", "hybrid_override_pattern"), list[str] | str)
+
     @property
     def shared_expert_width(self) -> int:
         return self.moe_shared_expert_intermediate_size
@@ -120,7 +122,7 @@ class NemotronHConfig(SigmoidExpertsConfig):
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
         """Read layer types from letters or older names, and count the layers."""
         given = config.get("layer_types") or config.get("hybrid_override_pattern")
-        if not isinstance(given, list | str):
+        if not given:
             return config
         return {**config, "layer_types": [TYPES.get(kind, kind) for kind in given], "num_hidden_layers": len(given)}
 

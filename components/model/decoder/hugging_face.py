@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import attrs
 
@@ -28,6 +28,9 @@ HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
 CONVERTER = ValueConverter()
 """Converter of a `config.json`'s values to the types of settings."""
 
+READ_TYPES = {"layer_types": list[str], **dict.fromkeys(("rope_scaling", "rope_parameters"), dict[str, Any])}
+"""Types of keys that are read for all families."""
+
 HOISTED = ("rope_theta", "partial_rotary_factor")
 """Keys that transformers 5 writes in `rope_parameters`."""
 
@@ -41,7 +44,7 @@ def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
     given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
     if kind not in HUGGING_FACE:
         kinds = ", ".join(HUGGING_FACE)
-        raise ValueError(f"scales rotary positions by {kind!r}, where only {kinds} can be built")
+        raise ValueError(f"scales rotary positions by rope_type = {kind!r}, where only {kinds} can be built")
     used = USED.get(kind, ())
     if kind == "longrope" and "factor" in given:  # only for the factor of attention
         factor, original = given.pop("factor"), given.get("original_max_position_embeddings")
@@ -81,7 +84,7 @@ def _text_config(family: Family, config: Settings) -> Settings:
 
     A sequence classifier has no lm_head, so its language model uses the embedding.
     """
-    if any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ()):
+    if "ForSequenceClassification" in str(config.get("architectures")):
         return {**config, "tie_word_embeddings": True}
     if not _is_multimodal(family, config):
         return config
@@ -114,7 +117,7 @@ def build_updated_folder_config(family: Family, path: Path, architecture: Decode
     text = _replace_changed_keys(family, original["text_config"] if is_multimodal else original, before, written)
     if text_only or not is_multimodal:
         text = {**{key: original[key] for key in TOKEN_IDS if key in original}, **text}
-        if not text_only and any(str(name).endswith("ForCausalLM") for name in text.get("architectures") or ()):
+        if not text_only and "ForCausalLM" in str(text.get("architectures")):
             return text
         named = {key: written[key] for key in ("architectures", "model_type")}
         return {key: value for key, value in text.items() if key not in OF_CLASSIFIERS} | named
@@ -161,6 +164,10 @@ def read_config_json(path: Path) -> ConfigJson:
         raise UserError(f"config: {path} is not JSON ({error}); write the path of a config.json") from error
     if not isinstance(config, dict):
         raise UserError(f"config: {path} does not contain a JSON object; write the path of a config.json")
+    if not isinstance(kind := config.get("model_type"), str | None):
+        raise UserError(
+            f"config: {path} says model_type = {json.dumps(kind)}, which is not a name; write the model's type"
+        )
     return config
 
 
@@ -169,7 +176,8 @@ def _build_architecture(family: Family, config: Settings, path: Path) -> Decoder
     try:
         return _convert_to_architecture(family, _text_config(family, config))
     except ValueError as error:
-        instead = f"use the config.json of a {family.class_name} instead"
+        kinds = " or ".join((family.model_type, *family.other_types))
+        instead = f"correct it, or use the config.json of a {kinds} model"
         raise UserError(f"config: {path} {error}; {instead}") from error
 
 
@@ -177,15 +185,17 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     """Build a config object. Raises ValueError with a reason that follows the path."""
     # transformers 5 writes newer names, and folders of either age are read.
     names = _list_names_in_files(family)
-    config = {names.get(key, key): value for key, value in config.items()}
+    _check_types(family, config, names)
+    unset = {key for key in family.config.read_types if config.get(key) is None}
+    config = {names.get(key, key): value for key, value in config.items() if key not in unset}
     config |= {key: 0 for key in family.config.zero_is_null if config.get(key, 0) is None}
     config = family.config.read_keys(config)
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError("has a rope_scaling that is not an object")
     config |= {key: rope[key] for key in HOISTED if key in rope}
     scaling = _parse_scaling(rope, config)
+    if scaling is not None and "rope_scaling" not in family.keys:
+        raise ValueError(f"says rope_scaling = {json.dumps(rope)}, where only null can be built")
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
         config["use_sliding_window"] = False  # as to transformers; a missing window is the default
     nullable = {key for key, field in family.keys.items() if type(None) in get_args(field.type)}
@@ -216,6 +226,16 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     return architecture
 
 
+def _check_types(family: Family, config: Settings, names: Mapping[str, str]) -> None:
+    """Raise ValueError for a value of another type than its key's, or outside its bounds; null is allowed."""
+    checked = {key: (field.type, field.metadata["check"]) for key, field in family.keys.items()}
+    checked |= {key: (kind, None) for key, kind in {**READ_TYPES, **family.config.read_types}.items()}
+    for name, value in config.items():
+        if value is not None and (key := names.get(name, name)) in checked:
+            for problem in CONVERTER.structure(value, *checked[key])[1]:
+                raise ValueError(f"has an invalid {name}: {problem.text}")
+
+
 def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
     """Yield sizes that do not fit one another."""
     sizes = attrs.asdict(architecture, recurse=False)
@@ -227,8 +247,10 @@ def _check_fixed_values(family: Family, config: Settings) -> None:
     """Raise ValueError for a value other than the only one that can be built."""
     # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
-    kind = config.get("model_type", family.model_type)
-    fixed = {"model_type": kind if kind in kinds else family.model_type, "is_causal": True}
+    if (kind := config.get("model_type", family.model_type)) not in kinds:
+        known = " or ".join(map(json.dumps, kinds))
+        raise ValueError(f"says model_type = {json.dumps(kind)}, where only {known} can be built")
+    fixed = {"is_causal": True}
     if "partial_rotary_factor" not in family.keys:
         fixed["partial_rotary_factor"] = 1.0
     for key, value in {**fixed, **COMMON_FIXED, **family.fixed}.items():
