@@ -64,7 +64,9 @@ def test_kept_parts_are_the_folders_and_new_ones_are_drawn(folder: Path, tmp_pat
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (['graft.new=["*.linear_atn.*"]'], r"no parameter is called '\*\.linear_atn\.\*'"),
+        (['graft.new=["*.linear_atn.*"]'], r"called '\*\.linear_atn\.\*'(?s:.*)did you mean '\*\.linear_attn\.\*'\?"),
+        (['graft.new=["*.self_atn*q_proj*"]'], r"did you mean '\*\.self_attn\*q_proj\*'\?"),
+        (['graft.new=["*.vision.*"]'], "write another pattern, or remove it"),
         (['graft.new=["*.in_proj_*"]'], "missing model.layers.0.linear_attn.conv_q"),
         (["model.intermediate_size=48"], "wrong shape model.layers.0.mlp.gate_proj.weight"),
         (["model.use_qk_norm=false"], "unexpected model.layers.3.self_attn.k_norm.weight"),
