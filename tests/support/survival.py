@@ -46,6 +46,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "forward_backward": (ForwardBackward, "run_phase"),
     "report": (Report, "run_phase"),  # after the update
     "signals": (Signals, "agree_on_signal"),  # between steps
+    "final tasks": (Signals, "raise_stopped_error_on_signal"),  # after the last step
     "join": (GroupFactory, "join"),  # from the second call on, while groups are made again
 }
 
