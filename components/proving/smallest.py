@@ -322,6 +322,8 @@ def _iterate_small_settings(settings: Settings, folder: Path) -> Iterator[tuple[
         if type(value) is int and value > SIZES.get(name, value):
             heads = settings.get("num_attention_heads")
             yield name, SIZES["num_attention_heads" if name == "num_key_value_heads" and value == heads else name]
+        elif value is None and name.startswith("linear_") and name in SIZES:  # defaults are far larger
+            yield name, SIZES[name]
         elif name == "every" and value != "never":
             yield name, STEPS // 2
         elif name == "layer_types" and isinstance(value, list):
