@@ -48,7 +48,6 @@ class Gemma3Config(GemmaConfig):
     """Config of Gemma 3: zero-centered norms, and five layers with a window to one without."""
 
     zero_centered = True
-    read_types = {"sliding_window_pattern": int}
 
     layer_types: SlidingTypes = layer_types_setting(6)
     query_pre_attn_scalar: int = size_setting(

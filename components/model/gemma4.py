@@ -62,7 +62,6 @@ class Gemma4Config(GemmaConfig, MoeConfig):
     unused_keys = ("rope_scaling",)
     renamed = {"num_experts_per_tok": "top_k_experts"}
     zero_is_null = EXPERTS
-    read_types = {"per_layer_config": dict[str, dict[str, Any]]}
     stacks_experts = True
     renamed_tensors = {
         r"\.feed_forward\.router\.weight$": ".router.proj.weight",

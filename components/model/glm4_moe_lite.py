@@ -10,8 +10,6 @@ from drawloom.ports import ConfigJson
 class Glm4MoeLiteConfig(DeepseekV3Config):
     """Config of DeepSeek-V3's layers whose files list the layers with experts."""
 
-    read_types = {"mlp_layer_types": list[str]}
-
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
         """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""

@@ -28,11 +28,6 @@ class GlmDsaConfig(DeepseekV32Config):
     """Config of GLM-5: DeepSeek-V3.2's layers, of which some use an earlier layer's choice of tokens."""
 
     unused_keys = ("rope_interleave",)
-    read_types = DeepseekV32Config.read_types | {
-        "index_topk_pattern": list[str] | str,
-        "index_topk_freq": int,
-        "index_skip_topk_offset": int,
-    }
 
     rms_norm_eps: float = 1e-5
     indexer_types: list[Literal["full", "shared"]] = training_setting(

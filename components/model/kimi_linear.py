@@ -1,8 +1,6 @@
 """The component `model.kimi_linear`: Kimi Linear (Kimi team 2025, arXiv 2510.26692)."""
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 from drawloom import component
 from drawloom.components.model.declarations import (
@@ -45,7 +43,6 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
         "num_experts_per_tok": "num_experts_per_token",
         "n_shared_experts": "num_shared_experts",
     }
-    read_types = Glm4MoeLiteConfig.read_types | {"linear_attn_config": dict[str, Any]}
     renamed_tensors = {
         r"\.self_attn\.in_proj_([qkvb])\.": r".self_attn.\1_proj.",
         r"\.self_attn\.conv_([qkv])$": r".self_attn.\1_conv1d.weight",
@@ -82,7 +79,7 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
             layers = range(1, (config.get("num_hidden_layers") or 0) + 1)
             full = nested.get("full_attn_layers", [layer for layer in layers if layer > 1 and layer % 4 == 1])
             if not isinstance(full, list):
-                raise ValueError(f"says full_attn_layers = {json.dumps(full)}, which is not a list of layers")
+                raise ValueError(f"says full_attn_layers = {full!r}, which is not a list of layers")
             config["layer_types"] = [FULL if layer in full else LINEAR for layer in layers]
         return config
 

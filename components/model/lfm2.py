@@ -28,12 +28,6 @@ class Lfm2Config(DecoderConfig):
 
     qk_norm = "head"
     renamed = {"rms_norm_eps": "norm_eps"}
-    read_types = {
-        "full_attn_idxs": list[int],
-        "block_ff_dim": int,
-        "block_multiple_of": int,
-        "block_ffn_dim_multiplier": float,
-    }
     renamed_tensors = {
         r"\.self_attn\.o_proj\.": ".self_attn.out_proj.",
         r"\.self_attn\.([qk])_norm\.": r".self_attn.\1_layernorm.",

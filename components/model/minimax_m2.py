@@ -19,7 +19,6 @@ class MiniMaxM2Config(ExpertsConfig):
 
     qk_norm = "projection"
     renamed = {"num_experts": "num_local_experts"}
-    read_types = {"rotary_dim": int}
     renamed_tensors = {**MIXTRAL_EXPERTS, r"\.gate\.e_score_correction_bias$": ".e_score_correction_bias"}
 
     rope_theta: float = 5e6

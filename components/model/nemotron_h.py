@@ -78,8 +78,6 @@ class NemotronHConfig(SigmoidExpertsConfig):
     use_conv_bias: bool = setting("add biases to convolutions", default=True)
     time_step_min: float = training_setting("least time step in Mamba-2", default=0.001, check=at_least(0))
 
-    read_types = dict.fromkeys(("layer_types", "hybrid_override_pattern"), list[str] | str)
-
     @property
     def shared_expert_width(self) -> int:
         return self.moe_shared_expert_intermediate_size

@@ -32,8 +32,6 @@ class SmolLm3Config(LlamaConfig):
     is without. With `use_sliding_window`, layers without positions have a window.
     """
 
-    read_types = {"no_rope_layer_interval": int}
-
     max_position_embeddings: int = 65_536
     rope_theta: float = 2e6
     rms_norm_eps: float = 1e-6

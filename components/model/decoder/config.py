@@ -95,9 +95,6 @@ class DecoderConfig:
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys in files, by ours."""
 
-    read_types: ClassVar[Mapping[str, Any]] = {}
-    """Types of the keys in files that `read_keys` reads, where they are not settings, or settings of another type."""
-
     zero_is_null: ClassVar[tuple[str, ...]] = ()
     """Keys that are null in files where they are 0 in recipes, which have no null."""
 
@@ -288,8 +285,7 @@ class DecoderConfig:
         """
         layers = given["num_hidden_layers"]
         for key, items in (("layer_types", "types"), ("indexer_types", "types"), ("no_rope_layers", "numbers")):
-            by_layer = None if key in cls.unused_keys else given.get(key)
-            if by_layer is not None and (count := len(by_layer)) < layers:
+            if key not in cls.unused_keys and (count := len(given.get(key, range(layers)))) < layers:
                 why = f"{key} has {count} {items}, and num_hidden_layers = {layers}"
                 yield InvalidSetting(key, why, f"write {layers} {items}, or leave {key} out")
         for key, other in cls.multiples:

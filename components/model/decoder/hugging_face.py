@@ -28,8 +28,21 @@ HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
 CONVERTER = ValueConverter()
 """Converter of a `config.json`'s values to the types of settings."""
 
-READ_TYPES = {"layer_types": list[str], **dict.fromkeys(("rope_scaling", "rope_parameters"), dict[str, Any])}
-"""Types of keys that are read for all families."""
+INTEGERS = (
+    *("block_ff_dim", "block_multiple_of", "full_attention_interval", "index_skip_topk_offset", "index_topk_freq"),
+    *("no_rope_layer_interval", "rotary_dim", "sliding_window_pattern"),
+)
+
+READ_TYPES: dict[str, Any] = {
+    **dict.fromkeys(INTEGERS, int),
+    **dict.fromkeys(("layer_types", "hybrid_override_pattern", "index_topk_pattern"), list[str] | str),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "linear_attn_config"), dict[str, Any]),
+    "block_ffn_dim_multiplier": float,
+    "full_attn_idxs": list[int],
+    "mlp_layer_types": list[str],
+    "per_layer_config": dict[str, dict[str, Any]],
+}
+"""Types of the keys that `read_keys` converts, where they are not settings, or are settings of another type."""
 
 HOISTED = ("rope_theta", "partial_rotary_factor")
 """Keys that transformers 5 writes in `rope_parameters`."""
@@ -88,7 +101,7 @@ def _text_config(family: Family, config: Settings) -> Settings:
         return {**config, "tie_word_embeddings": True}
     if not _is_multimodal(family, config):
         return config
-    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    tied = {key: config[key] for key in config.keys() & {"tie_word_embeddings"}}
     return {**config["text_config"], **tied}
 
 
@@ -186,8 +199,7 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     # transformers 5 writes newer names, and folders of either age are read.
     names = _list_names_in_files(family)
     _check_types(family, config, names)
-    unset = {key for key in family.config.read_types if config.get(key) is None}
-    config = {names.get(key, key): value for key, value in config.items() if key not in unset}
+    config = {names.get(key, key): x for key, x in config.items() if x is not None or key not in READ_TYPES}
     config |= {key: 0 for key in family.config.zero_is_null if config.get(key, 0) is None}
     config = family.config.read_keys(config)
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
@@ -229,7 +241,7 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
 def _check_types(family: Family, config: Settings, names: Mapping[str, str]) -> None:
     """Raise ValueError for a value of another type than its key's, or outside its bounds; null is allowed."""
     checked = {key: (field.type, field.metadata["check"]) for key, field in family.keys.items()}
-    checked |= {key: (kind, None) for key, kind in {**READ_TYPES, **family.config.read_types}.items()}
+    checked |= {key: (kind, None) for key, kind in READ_TYPES.items()}
     for name, value in config.items():
         if value is not None and (key := names.get(name, name)) in checked:
             for problem in CONVERTER.structure(value, *checked[key])[1]:
@@ -248,8 +260,7 @@ def _check_fixed_values(family: Family, config: Settings) -> None:
     # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
     if (kind := config.get("model_type", family.model_type)) not in kinds:
-        known = " or ".join(map(json.dumps, kinds))
-        raise ValueError(f"says model_type = {json.dumps(kind)}, where only {known} can be built")
+        raise ValueError(f"says model_type = {json.dumps(kind)}, which {family.class_name} does not read")
     fixed = {"is_causal": True}
     if "partial_rotary_factor" not in family.keys:
         fixed["partial_rotary_factor"] = 1.0

@@ -165,8 +165,6 @@ class DeltaConfig(LinearLayersConfig):
         "num_attention_heads", "number of value heads in gated delta nets", default=32
     )
 
-    read_types = {"full_attention_interval": int}
-
     @property
     def delta(self) -> DeltaSpec:
         """The gated delta nets' specification."""

@@ -107,7 +107,7 @@ def test_missing_keys_have_the_defaults_of_transformers(tmp_path: Path, transfor
 
 
 FAULTS_OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a dense model": ({"model_type": "qwen3"}, 'model_type = "qwen3", where only "qwen3_moe"'),
+    "a dense model": ({"model_type": "qwen3"}, 'model_type = "qwen3", which Qwen3MoeForCausalLM'),
     "missing sizes": ({"num_experts": None, "moe_intermediate_size": None}, "lacks num_experts, moe_intermediate_size"),
     "too many choices": ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is more than num_experts = 5"),
     "a layer that is not there": ({"mlp_only_layers": [2]}, "mlp_only_layers names layer 2, and layers are counted"),
@@ -226,7 +226,7 @@ def test_llama3_is_written_with_all_keys_that_transformers_requires(transformers
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "another family": ({"model_type": "llama"}, 'model_type = "llama", where only "qwen3"'),
+    "another family": ({"model_type": "llama"}, 'model_type = "llama", which Qwen3ForCausalLM'),
     "biases": ({"attention_bias": True}, "attention_bias = true, where only false"),
     "sliding window": ({"use_sliding_window": True}, "use_sliding_window = true, where only false"),
     "sight of what follows": ({"is_causal": False}, "is_causal = false, where only true"),
