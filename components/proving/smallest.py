@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import nn
-
 from drawloom.components.phases.report import Report
+from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.weights.convert import convert_tensors, persistent_tensors
 from drawloom.graph.project import Recipe
 from drawloom.graph.recipe.overrides import nest_values
@@ -36,7 +34,6 @@ from drawloom.ports import (
     PassFeature,
     Phase,
     Precision,
-    PretrainedModel,
     Processes,
     ReadsLeaves,
     Restorer,
@@ -260,7 +257,7 @@ def shrink_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, node in graph.nodes.items():
         small = dict(_iterate_small_settings(node.settings, folder))
-        if "path" in small and implements(node.spec.cls, PretrainedModel) and node.settings.get("weights"):
+        if "path" in small and node.settings.get("weights"):
             _write_random_weights(node.spec.cls, Path(small["path"]))
         if implements(node.spec.cls, Restorer):
             small["keep"] = 9
@@ -333,10 +330,10 @@ def _iterate_small_settings(settings: Settings, folder: Path) -> Iterator[tuple[
             yield name, [layer for layer in value if layer < SIZES["num_hidden_layers"]]
         elif (file := _find_config(value)) is not None:
             config = json.loads(file.read_text("utf-8"))
-            copy = folder / str(file.parent.resolve()).replace("/", "-")  # for all nodes that name the folder
+            copy = folder / file.parent.resolve().relative_to("/")  # for all nodes that name the folder
             write_config(config | dict(_iterate_small_settings(config, folder)), copy)
-            for other in (*file.parent.glob("*token*"), *file.parent.glob("*.jinja")):
-                shutil.copy(other, copy)
+            for tokens in file.parent.glob("*token*"):
+                shutil.copy(tokens, copy)
             yield name, str(copy)
 
 
@@ -345,9 +342,9 @@ def _write_random_weights(cls: Any, folder: Path) -> None:
     model = cls(kernels=None, path=folder, weights=False)
     module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
     for tensor in persistent_tensors(module).values():
-        nn.init.normal_(tensor, float(tensor.ndim == 1), 0.2)  # around 1 in norms
+        tensor.detach().normal_(float(tensor.ndim == 1), 0.2)  # around 1 in norms
     tensors = convert_tensors(model.hugging_face_mapper(), persistent_tensors(module))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    write_safetensors_file(folder / "model.safetensors", tensors)
 
 
 def write_config(config: Mapping[str, Any], folder: Path) -> Path:

@@ -62,8 +62,8 @@ def test_a_folder_becomes_small_with_weights_for_all_nodes(tmp_path: Path) -> No
     (tmp_path / "a.txt").write_text("a a a a")
     source, values, _ = Subject("heal", words).make_source_values_and_nodes(tmp_path / "input")
     recipe = source.load(values | {"run": {"folder": str(tmp_path / "run")}})
-    [copy] = (tmp_path / "input").iterdir()
-    assert json.loads((copy / "config.json").read_text("utf-8"))["hidden_size"] == 16
+    [config] = (tmp_path / "input").rglob("config.json")
+    assert json.loads(config.read_text("utf-8"))["hidden_size"] == 16
     with recipe.open(["stages", "teacher", "tokenizer"]) as nodes:
         teacher, student = (stages.local[0].module for stages in (nodes["teacher"].forward_stages, nodes["stages"]))
     assert torch.equal(teacher.model.norm.weight, student.model.norm.weight)
