@@ -189,6 +189,7 @@ class DecoderConfig:
         """
         Convert a `config.json` to this class's keys, before defaults are filled in.
 
+        Values have the types of the keys, or those in `hugging_face.READ_TYPES`.
         Raises ValueError, with a reason that follows the path, for a config that can't be built.
         """
         return config

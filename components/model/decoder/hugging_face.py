@@ -206,7 +206,7 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     config |= {key: rope[key] for key in HOISTED if key in rope}
     scaling = _parse_scaling(rope, config)
-    if scaling is not None and "rope_scaling" not in family.keys:
+    if scaling and "rope_scaling" not in family.keys:
         raise ValueError(f"says rope_scaling = {json.dumps(rope)}, where only null can be built")
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
         config["use_sliding_window"] = False  # as to transformers; a missing window is the default
@@ -261,7 +261,7 @@ def _check_fixed_values(family: Family, config: Settings) -> None:
     kinds = (family.model_type, *family.other_types)
     if (kind := config.get("model_type", family.model_type)) not in kinds:
         raise ValueError(f"says model_type = {json.dumps(kind)}, which {family.class_name} does not read")
-    fixed = {"is_causal": True}
+    fixed: ConfigJson = {"is_causal": True}
     if "partial_rotary_factor" not in family.keys:
         fixed["partial_rotary_factor"] = 1.0
     for key, value in {**fixed, **COMMON_FIXED, **family.fixed}.items():

@@ -53,10 +53,11 @@ def test_other_layers_replace_those_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     config = pattern("gdn, attention", 2).hugging_face_config()
     file.write_text(json.dumps(config))
-    assert Pattern(kernels=cpu_kernels(), config=file, num_hidden_layers=4).architecture.num_hidden_layers == 4
+    settings: dict[str, Any] = {"kernels": cpu_kernels(), "config": file}
+    assert Pattern(**settings | {"num_hidden_layers": 4}).architecture.num_hidden_layers == 4
     file.write_text(json.dumps(config | {"model_type": "gemma3_text"}))
     with pytest.raises(UserError, match=r"gemma3_text.*config\.json of a drawloom_pattern or qwen3 or llama model"):
-        _ = Pattern(kernels=cpu_kernels(), config=file).architecture
+        _ = Pattern(**settings).architecture
 
 
 WORDS = (
