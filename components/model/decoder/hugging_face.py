@@ -28,13 +28,15 @@ HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
 CONVERTER = ValueConverter()
 """Converter of a `config.json`'s values to the types of settings."""
 
-INTEGERS = (
-    *("block_ff_dim", "block_multiple_of", "full_attention_interval", "index_skip_topk_offset", "index_topk_freq"),
-    *("no_rope_layer_interval", "rotary_dim", "sliding_window_pattern"),
-)
-
 READ_TYPES: dict[str, Any] = {
-    **dict.fromkeys(INTEGERS, int),
+    "block_ff_dim": int,
+    "block_multiple_of": int,
+    "full_attention_interval": int,
+    "index_skip_topk_offset": int,
+    "index_topk_freq": int,
+    "no_rope_layer_interval": int,
+    "rotary_dim": int,
+    "sliding_window_pattern": int,
     **dict.fromkeys(("layer_types", "hybrid_override_pattern", "index_topk_pattern"), list[str] | str),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "linear_attn_config"), dict[str, Any]),
     "block_ffn_dim_multiplier": float,
@@ -244,7 +246,8 @@ def _check_types(family: Family, config: Settings, names: Mapping[str, str]) -> 
     checked |= {key: (kind, None) for key, kind in READ_TYPES.items()}
     for name, value in config.items():
         if value is not None and (key := names.get(name, name)) in checked:
-            for problem in CONVERTER.structure(value, *checked[key])[1]:
+            kind, check = checked[key]
+            for problem in CONVERTER.structure(value, kind, check)[1]:
                 raise ValueError(f"has an invalid {name}: {problem.text}")
 
 
@@ -257,13 +260,11 @@ def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSett
 
 def _check_fixed_values(family: Family, config: Settings) -> None:
     """Raise ValueError for a value other than the only one that can be built."""
-    # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
     if (kind := config.get("model_type", family.model_type)) not in kinds:
         raise ValueError(f"says model_type = {json.dumps(kind)}, which {family.class_name} does not read")
-    fixed: ConfigJson = {"is_causal": True}
-    if "partial_rotary_factor" not in family.keys:
-        fixed["partial_rotary_factor"] = 1.0
-    for key, value in {**fixed, **COMMON_FIXED, **family.fixed}.items():
+    whole_heads = {} if "partial_rotary_factor" in family.keys else {"partial_rotary_factor": 1.0}
+    # Configs of text embedders may have is_causal = false.
+    for key, value in {"is_causal": True, **whole_heads, **COMMON_FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
             raise ValueError(f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built")
