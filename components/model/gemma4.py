@@ -200,7 +200,7 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         config = super().read_keys(config)
         full = config.get("rope_parameters") or {}
         if (kind := full.get("rope_type", "proportional")) != "proportional" or full.get("factor", 1.0) != 1.0:
-            raise ValueError(f"has rotary positions of type {kind!r}, or with a factor, in full attention")
+            raise ValueError(f"has rotary positions with rope_type = {kind!r}, or with a factor, in full attention")
         is_unified = config.get("model_type") == "gemma4_unified_text"
         config = {
             **(UNIFIED if is_unified else {"hidden_size_per_layer_input": 256}),

@@ -15,7 +15,7 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
         """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
         if (types := config.get("mlp_layer_types")) is None:
             return config
-        dense = types.index("sparse") if isinstance(types, list) and "sparse" in types else 0
+        dense = types.index("sparse") if "sparse" in types else 0
         if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
             raise ValueError(f"says mlp_layer_types = {types}, where only dense layers before sparse ones can be built")
         return {**config, "first_k_dense_replace": dense}

@@ -78,6 +78,8 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
         if not config.get("layer_types"):
             layers = range(1, (config.get("num_hidden_layers") or 0) + 1)
             full = nested.get("full_attn_layers", [layer for layer in layers if layer > 1 and layer % 4 == 1])
+            if not isinstance(full, list):
+                raise ValueError(f"says full_attn_layers = {full!r}, which is not a list of layers")
             config["layer_types"] = [FULL if layer in full else LINEAR for layer in layers]
         return config
 

@@ -56,7 +56,7 @@ class Lfm2Config(DecoderConfig):
         full = config.get("full_attn_idxs") or layers
         types = [FULL if layer in full else "conv" for layer in layers]
         width = config.get("block_ff_dim", config.get("intermediate_size"))
-        if config.get("block_auto_adjust_ff_dim", True) and isinstance(width, int):
+        if config.get("block_auto_adjust_ff_dim", True) and width:
             multiple = config.get("block_multiple_of") or 256
             width = int((config.get("block_ffn_dim_multiplier") or 1.0) * int(2 * width / 3))
             width = -(-width // multiple) * multiple

@@ -33,7 +33,7 @@ class MiniMaxM2Config(ExpertsConfig):
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
         """Convert `rotary_dim` of published configs to a part of the head's channels."""
         channels, width = config.get("rotary_dim"), config.get("head_dim", 128)
-        if type(channels) is int and type(width) is int and width:
+        if channels and width:
             config = {"partial_rotary_factor": channels / width, **config}
         return config
 

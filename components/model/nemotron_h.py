@@ -120,7 +120,7 @@ class NemotronHConfig(SigmoidExpertsConfig):
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
         """Read layer types from letters or older names, and count the layers."""
         given = config.get("layer_types") or config.get("hybrid_override_pattern")
-        if not isinstance(given, list | str):
+        if not given:
             return config
         return {**config, "layer_types": [TYPES.get(kind, kind) for kind in given], "num_hidden_layers": len(given)}
 

@@ -22,7 +22,7 @@ class Olmo3Config(RopeByTypeConfig, Olmo2Config):
         """Replace the rotary bases by layer type by a single base. Raises ValueError if they differ."""
         config = super().read_keys(config)
         full = config.get("rope_parameters") or {}
-        theta = full.get("rope_theta", config.get("rope_theta", THETA)) if isinstance(full, dict) else THETA
+        theta = full.get("rope_theta", config.get("rope_theta", THETA))
         if (sliding := config.get("sliding_theta", theta)) != theta:
             raise ValueError(
                 f"has rope_theta = {sliding} for sliding and {theta} for full attention; only equal ones can be built"

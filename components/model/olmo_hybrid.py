@@ -53,12 +53,12 @@ class OlmoHybridConfig(DeltaConfig):
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
         """Fill in the sizes of linear layers that follow from others. Raises ValueError if a layer has positions."""
         rope = config.get("rope_parameters") or {}
-        theta = rope.get("rope_theta", config.get("rope_theta", 1e4)) if isinstance(rope, dict) else rope
+        theta = rope.get("rope_theta", config.get("rope_theta", 1e4))
         if theta is not None:
             why = "only layers without positions can be built, as in published models, whose rope_theta is null"
             raise ValueError(f"has rotary positions with rope_theta = {theta}, and {why}")
         heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-        if isinstance(heads, int) and isinstance(width, int):
+        if heads and width:
             sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
             config = sizes | {key: value for key, value in config.items() if value is not None}
             config.setdefault("linear_key_head_dim", int(0.75 * width / config["linear_num_key_heads"]))

@@ -1,6 +1,6 @@
 """The component `model.phi3`: Phi-3 (Abdin et al. 2024, arXiv 2404.14219), Phi-4 and Phi-4-mini (arXiv 2503.01743)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from drawloom import component
 from drawloom.components.model.declarations import (
@@ -40,7 +40,7 @@ class Phi3Config(WindowConfig):
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
         """Rename rotary scaling `su` to `longrope`: the first files have the old name."""
         rope = config.get("rope_scaling")
-        if isinstance(rope, Mapping) and rope.get("type") == "su":
+        if rope and rope.get("type") == "su":
             config = {**config, "rope_scaling": {**rope, "type": "longrope"}}
         return config
 

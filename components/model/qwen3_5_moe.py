@@ -38,7 +38,7 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
         """Fill in intermediate_size, which files lack because no layer is dense, and derive missing layer types."""
         choices, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
-        if "intermediate_size" not in config and type(choices) is int and type(width) is int:
+        if "intermediate_size" not in config and choices and width:
             config = {**config, "intermediate_size": choices * width}
         return super().read_keys(config)
 

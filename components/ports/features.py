@@ -1,5 +1,6 @@
 """Port for features: nodes composed around a rank's stages, such as compilation or another format of weights."""
 
+import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -16,6 +17,7 @@ from drawloom.components.ports.model import build_meta_module_if_known
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import FrozenModel
 from drawloom.graph import Problem, port
+from drawloom.graph.problems import find_nearest
 from drawloom.graph.wiring.node import NodeView
 
 
@@ -157,8 +159,14 @@ class NamePatterns:
         """Yield problems of a component's node, if names are known."""
         for number, pattern in enumerate(self.patterns if self.names else ()):
             if not self.matches(pattern):
-                hint = "write another pattern, or remove it"
+                hint = self._suggest_pattern(pattern)
                 yield node.problem((self.setting, number), self.describe_fault(pattern), hint)
+
+    def _suggest_pattern(self, pattern: str) -> str:
+        """Return a hint with the pattern of the most similar parts of names, if it matches."""
+        known = {part for name in self.names for part in name.split(".")}
+        near = re.sub(r"[^.*?]+", lambda part: find_nearest(part[0], known) or part[0], pattern)
+        return f"did you mean {near!r}?" if self.matches(near) else "write another pattern, or remove it"
 
 
 @port

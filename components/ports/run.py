@@ -497,7 +497,7 @@ class Stop(Protocol):
         Return a context for the time after the last step, when all state is saved, in which a signal raises
         StoppedError.
 
-        A signal received earlier raises on entry.
+        A signal that any rank received earlier raises on entry, a collective.
         """
         ...
 

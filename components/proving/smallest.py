@@ -1,11 +1,14 @@
 """The smallest recipe with a component, and smallest sizes for other recipes."""
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from drawloom.components.phases.report import Report
+from drawloom.components.storage.safetensors.writer import write_safetensors_file
+from drawloom.components.weights.convert import convert_tensors, persistent_tensors
 from drawloom.graph.project import Recipe
 from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.registry.spec import Spec
@@ -19,6 +22,7 @@ from drawloom.ports import (
     Dispatcher,
     FinalTask,
     Kernels,
+    LayerRange,
     Listener,
     Loss,
     Mesh,
@@ -110,6 +114,7 @@ EXPERTS: dict[str, Any] = {
 CONFIG: dict[str, Any] = {
     **{name: value for name, value in DENSE.items() if name != "use"},
     "model_type": "qwen3",
+    "rope_theta": 1e4,
     "vocab_size": 264,
 }
 """Hugging Face's config for models with a folder."""
@@ -251,7 +256,9 @@ def shrink_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:
     graph = recipe.graph
     values: dict[str, Any] = {}
     for name, node in graph.nodes.items():
-        small = dict(_iterate_small_settings(node.settings, folder / name.replace("/", "-")))
+        small = dict(_iterate_small_settings(node.settings, folder))
+        if "path" in small and node.settings.get("weights"):
+            _write_random_weights(node.spec.cls, Path(small["path"]))
         if implements(node.spec.cls, Restorer):
             small["keep"] = 9
         values = merge_values(values, nest_values(name, small))
@@ -312,6 +319,8 @@ def _iterate_small_settings(settings: Settings, folder: Path) -> Iterator[tuple[
         if type(value) is int and value > SIZES.get(name, value):
             heads = settings.get("num_attention_heads")
             yield name, SIZES["num_attention_heads" if name == "num_key_value_heads" and value == heads else name]
+        elif value is None and name.startswith("linear_") and name in SIZES:  # defaults are far larger
+            yield name, SIZES[name]
         elif name == "every" and value != "never":
             yield name, STEPS // 2
         elif name == "layer_types" and isinstance(value, list):
@@ -319,11 +328,23 @@ def _iterate_small_settings(settings: Settings, folder: Path) -> Iterator[tuple[
             yield name, [kinds[layer % len(kinds)] for layer in range(SIZES["num_hidden_layers"])]
         elif name == "mlp_only_layers" and isinstance(value, list):
             yield name, [layer for layer in value if layer < SIZES["num_hidden_layers"]]
-        elif name in ("path", "config") and (file := _find_config(value)) is not None:
+        elif (file := _find_config(value)) is not None:
             config = json.loads(file.read_text("utf-8"))
-            yield name, str(write_config(config | dict(_iterate_small_settings(config, folder)), folder))
-            if "weights" in settings:
-                yield "weights", False
+            copy = folder / file.parent.resolve().relative_to("/")  # for all nodes that name the folder
+            write_config(config | dict(_iterate_small_settings(config, folder)), copy)
+            for tokens in file.parent.glob("*token*"):
+                shutil.copy(tokens, copy)
+            yield name, str(copy)
+
+
+def _write_random_weights(cls: Any, folder: Path) -> None:
+    """Write weights for a model with the class and the config in the folder, as for a teacher, who needs some."""
+    model = cls(kernels=None, path=folder, weights=False)
+    module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+    for tensor in persistent_tensors(module).values():
+        tensor.detach().normal_(float(tensor.ndim == 1), 0.2)  # around 1 in norms
+    tensors = convert_tensors(model.hugging_face_mapper(), persistent_tensors(module))
+    write_safetensors_file(folder / "model.safetensors", tensors)
 
 
 def write_config(config: Mapping[str, Any], folder: Path) -> Path:

@@ -30,9 +30,9 @@ class Signals:
     cluster sends SIGTERM to all processes in a job, and a script and a launcher may forward it seconds later.
 
     A process still alive after `grace` seconds exits without saving; the run resumes from its last checkpoint. After
-    the last step, in a final task such as a sample or an export, a signal ends the run at once. If the run is opened
-    again after the loss of a process, signals and the grace period stay. Outside the main thread, where Python can't
-    set signal handlers, signals are not handled.
+    the last step, in a final task such as a sample or an export, a signal ends the run at once; all ranks end together
+    if it came before the first one. If the run is opened again after the loss of a process, signals and the grace
+    period stay. Outside the main thread, where Python can't set signal handlers, signals are not handled.
     """
 
     mesh: Mesh
@@ -104,13 +104,15 @@ class Signals:
 
     @contextmanager
     def _raise_stopped_on_signals(self) -> Iterator[None]:
+        self.agree_on_signal()
+        agreed = int(self._copy.read()["signal"])  # no later step reads what GPUs have agreed on after the last one
         if (handlers := self._handlers) is None:
             yield
             return
         handlers.is_finishing = handlers.raises = True
         try:
-            if handlers.received:
-                handlers.raise_stopped(handlers.received)
+            if signal := agreed or handlers.received:
+                handlers.raise_stopped(signal)
             yield
         finally:
             handlers.raises = False

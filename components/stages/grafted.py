@@ -80,8 +80,10 @@ class GraftedParts(StageFeature):
 
     def describe_model(self, whole: nn.Module, precision: Precision) -> Iterator[str]:
         if self.folder is not None:
-            new, used = self.find_new(whole), {*self._mapper.inputs}
-            replaced = [name for name in open_safetensors_folder(self.folder).specs() if name not in used]
+            new = self.find_new(whole)
+            # A file may join a new parameter with others.
+            kept = {name for group in self._mapper.groups if new.isdisjoint(group.outputs) for name in group.inputs}
+            replaced = [name for name in open_safetensors_folder(self.folder).specs() if name not in kept]
             yield f"{len(persistent_tensors(whole)) - len(new)} tensors of {self.folder}"
             yield f"new: {_count_by_part(new)}"
             yield f"replaced: {_count_by_part(replaced)}"

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from drawloom.components.report.events import read_log
+from support.processes import run_ranks
 from support.runs import REPORT, deterministic_rows, drawloom
+from support.survival import run_with_deaths
 
 STOPPING = [
     "run",
@@ -50,3 +52,19 @@ def test_ranks_end_together_with_a_budget(folder: Path) -> None:
     rows = deterministic_rows(folder / "runs/tiny")
     assert rows[-2]["tokens"] < 300 <= rows[-1]["tokens"] and rows[-1]["validation_loss"] > 0
     assert f"the run ends after step {len(rows)}: the budget of 300 tokens" in outcomes[0].text
+
+
+def test_a_signal_to_one_rank_in_the_last_step_ends_all(folder: Path) -> None:
+    """
+    A signal too late for the last step's agreement ends both ranks before the final tasks, whose collectives need both.
+
+    So does one that GPUs would agree on in a next step. The same command completes the run.
+    """
+    (folder / "recipe.toml").write_text('extends = "tiny.toml"\n')
+    words = ("mesh.data_replicate=2", "batch.micro_size=2")
+    outcomes = run_ranks(run_with_deaths, 2, folder, words, {1: ("final tasks", 1, "terminated")}, 0, 0, grace=30)
+    assert [outcome.code for outcome in outcomes] == [143, 143], outcomes
+    assert "stopped by signal 15 after training" in outcomes[0].text and "Traceback" not in outcomes[0].text
+    assert not (folder / "runs/tiny/export").exists()
+    outcomes = drawloom(folder, "run", "recipe.toml", *words, ranks=2)
+    assert [outcome.code for outcome in outcomes] == [0, 0] and (folder / "runs/tiny/export").exists(), outcomes

@@ -195,7 +195,7 @@ def test_the_launcher_replaces_lost_workers(folder: Path, count: int, replica: i
 
 def test_a_spare_continues_without_any_member(folder: Path) -> None:
     """Both members die at once: the spare goes on from the newest checkpoint."""
-    dead = ("forward_backward", 6)
+    dead = ("forward_backward", 6, "killed together")
     failures, outcomes = survive(folder, 2, {0: dead, 1: dead}, "checkpoint.every=2", spares=1)
     assert failures == dict.fromkeys((0, 1), "died with exit code -9") and outcomes[2].code == 0, outcomes
     assert "all processes are gone; 0 of 2 processes continue; 1 process joins" in outcomes[2].text

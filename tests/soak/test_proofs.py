@@ -35,6 +35,7 @@ CHAT = (
     *("optimizer.lr=3e-2", "run.seed=2"),
 )
 SHARDS, PIPELINE, REPLICAS = "data_shard = 2", "pipeline = 2", "data_replicate = 2"
+NARROW = "tensor = 2, bfloat16", "context = 2, bfloat16"
 OTHER_SIZE = "microbatches of another size"
 TENSORS, CONTEXTS, EXPERTS = "data_shard = 2, tensor = 2", "data_shard = 2, context = 2", "data_shard = 4, expert = 2"
 CASES: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -49,6 +50,9 @@ CASES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("model.deepseek_v3",): (TENSORS, EXPERTS),
     ("model.gemma4",): (TENSORS, CONTEXTS),
     ("model.kimi_linear",): (TENSORS, CONTEXTS),
+    ("model.pattern", "model.residual=hyper"): NARROW,
+    ("model.pattern", "model.residual=constrained"): NARROW,
+    ("model.pattern", "model.layers=kda, attention"): NARROW,
     ("adapters.lora", *LORA): (SHARDS, REPLICAS, "pipeline = 2, zero_bubble_1p", TENSORS),
     ("adapters.lora", "adapter.targets=['lm_head', 'q_proj']", "model.tie_word_embeddings=true"): (
         PIPELINE,

@@ -46,11 +46,22 @@ PLACES: dict[str, tuple[type, str]] = {
     "forward_backward": (ForwardBackward, "run_phase"),
     "report": (Report, "run_phase"),  # after the update
     "signals": (Signals, "agree_on_signal"),  # between steps
+    "final tasks": (Signals, "raise_stopped_error_on_signal"),  # after the last step
     "join": (GroupFactory, "join"),  # from the second call on, while groups are made again
 }
 
+
+def _die_together() -> None:
+    """Kill this process when two are here, and step 4 is committed: one that is late would see the other one's loss."""
+    Path(f"dying-{os.getpid()}").touch()
+    while len([*Path().glob("dying-*")]) < 2 or not Path("runs/tiny/checkpoints/step-4").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 FAULTS: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "killed together": _die_together,
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "stuck": lambda: time.sleep(60),
     "terminated": lambda: os.kill(os.getpid(), signal.SIGTERM),

@@ -189,6 +189,7 @@ class DecoderConfig:
         """
         Convert a `config.json` to this class's keys, before defaults are filled in.
 
+        Values have the types of the keys, or those in `hugging_face.READ_TYPES`.
         Raises ValueError, with a reason that follows the path, for a config that can't be built.
         """
         return config
@@ -285,7 +286,7 @@ class DecoderConfig:
         """
         layers = given["num_hidden_layers"]
         for key, items in (("layer_types", "types"), ("indexer_types", "types"), ("no_rope_layers", "numbers")):
-            if (count := len(given.get(key) or range(layers))) < layers:
+            if key not in cls.unused_keys and (count := len(given.get(key, range(layers)))) < layers:
                 why = f"{key} has {count} {items}, and num_hidden_layers = {layers}"
                 yield InvalidSetting(key, why, f"write {layers} {items}, or leave {key} out")
         for key, other in cls.multiples:

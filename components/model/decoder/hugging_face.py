@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import attrs
 
@@ -28,6 +28,24 @@ HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
 CONVERTER = ValueConverter()
 """Converter of a `config.json`'s values to the types of settings."""
 
+READ_TYPES: dict[str, Any] = {
+    "block_ff_dim": int,
+    "block_multiple_of": int,
+    "full_attention_interval": int,
+    "index_skip_topk_offset": int,
+    "index_topk_freq": int,
+    "no_rope_layer_interval": int,
+    "rotary_dim": int,
+    "sliding_window_pattern": int,
+    **dict.fromkeys(("layer_types", "hybrid_override_pattern", "index_topk_pattern"), list[str] | str),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "linear_attn_config"), dict[str, Any]),
+    "block_ffn_dim_multiplier": float,
+    "full_attn_idxs": list[int],
+    "mlp_layer_types": list[str],
+    "per_layer_config": dict[str, dict[str, Any]],
+}
+"""Types of the keys that `read_keys` converts, where they are not settings, or are settings of another type."""
+
 HOISTED = ("rope_theta", "partial_rotary_factor")
 """Keys that transformers 5 writes in `rope_parameters`."""
 
@@ -41,7 +59,7 @@ def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
     given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
     if kind not in HUGGING_FACE:
         kinds = ", ".join(HUGGING_FACE)
-        raise ValueError(f"scales rotary positions by {kind!r}, where only {kinds} can be built")
+        raise ValueError(f"scales rotary positions by rope_type = {kind!r}, where only {kinds} can be built")
     used = USED.get(kind, ())
     if kind == "longrope" and "factor" in given:  # only for the factor of attention
         factor, original = given.pop("factor"), given.get("original_max_position_embeddings")
@@ -81,11 +99,11 @@ def _text_config(family: Family, config: Settings) -> Settings:
 
     A sequence classifier has no lm_head, so its language model uses the embedding.
     """
-    if any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ()):
+    if "ForSequenceClassification" in str(config.get("architectures")):
         return {**config, "tie_word_embeddings": True}
     if not _is_multimodal(family, config):
         return config
-    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    tied = {key: config[key] for key in config.keys() & {"tie_word_embeddings"}}
     return {**config["text_config"], **tied}
 
 
@@ -114,7 +132,7 @@ def build_updated_folder_config(family: Family, path: Path, architecture: Decode
     text = _replace_changed_keys(family, original["text_config"] if is_multimodal else original, before, written)
     if text_only or not is_multimodal:
         text = {**{key: original[key] for key in TOKEN_IDS if key in original}, **text}
-        if not text_only and any(str(name).endswith("ForCausalLM") for name in text.get("architectures") or ()):
+        if not text_only and "ForCausalLM" in str(text.get("architectures")):
             return text
         named = {key: written[key] for key in ("architectures", "model_type")}
         return {key: value for key, value in text.items() if key not in OF_CLASSIFIERS} | named
@@ -161,6 +179,10 @@ def read_config_json(path: Path) -> ConfigJson:
         raise UserError(f"config: {path} is not JSON ({error}); write the path of a config.json") from error
     if not isinstance(config, dict):
         raise UserError(f"config: {path} does not contain a JSON object; write the path of a config.json")
+    if not isinstance(kind := config.get("model_type"), str | None):
+        raise UserError(
+            f"config: {path} says model_type = {json.dumps(kind)}, which is not a name; write the model's type"
+        )
     return config
 
 
@@ -169,7 +191,8 @@ def _build_architecture(family: Family, config: Settings, path: Path) -> Decoder
     try:
         return _convert_to_architecture(family, _text_config(family, config))
     except ValueError as error:
-        instead = f"use the config.json of a {family.class_name} instead"
+        kinds = " or ".join((family.model_type, *family.other_types))
+        instead = f"correct it, or use the config.json of a {kinds} model"
         raise UserError(f"config: {path} {error}; {instead}") from error
 
 
@@ -177,15 +200,16 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     """Build a config object. Raises ValueError with a reason that follows the path."""
     # transformers 5 writes newer names, and folders of either age are read.
     names = _list_names_in_files(family)
-    config = {names.get(key, key): value for key, value in config.items()}
+    _check_types(family, config, names)
+    config = {names.get(key, key): x for key, x in config.items() if x is not None or key not in READ_TYPES}
     config |= {key: 0 for key in family.config.zero_is_null if config.get(key, 0) is None}
     config = family.config.read_keys(config)
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError("has a rope_scaling that is not an object")
     config |= {key: rope[key] for key in HOISTED if key in rope}
     scaling = _parse_scaling(rope, config)
+    if scaling and "rope_scaling" not in family.keys:
+        raise ValueError(f"says rope_scaling = {json.dumps(rope)}, where only null can be built")
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
         config["use_sliding_window"] = False  # as to transformers; a missing window is the default
     nullable = {key for key, field in family.keys.items() if type(None) in get_args(field.type)}
@@ -216,6 +240,17 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     return architecture
 
 
+def _check_types(family: Family, config: Settings, names: Mapping[str, str]) -> None:
+    """Raise ValueError for a value of another type than its key's, or outside its bounds; null is allowed."""
+    checked = {key: (field.type, field.metadata["check"]) for key, field in family.keys.items()}
+    checked |= {key: (kind, None) for key, kind in READ_TYPES.items()}
+    for name, value in config.items():
+        if value is not None and (key := names.get(name, name)) in checked:
+            kind, check = checked[key]
+            for problem in CONVERTER.structure(value, kind, check)[1]:
+                raise ValueError(f"has an invalid {name}: {problem.text}")
+
+
 def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
     """Yield sizes that do not fit one another."""
     sizes = attrs.asdict(architecture, recurse=False)
@@ -225,12 +260,11 @@ def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSett
 
 def _check_fixed_values(family: Family, config: Settings) -> None:
     """Raise ValueError for a value other than the only one that can be built."""
-    # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
-    kind = config.get("model_type", family.model_type)
-    fixed = {"model_type": kind if kind in kinds else family.model_type, "is_causal": True}
-    if "partial_rotary_factor" not in family.keys:
-        fixed["partial_rotary_factor"] = 1.0
-    for key, value in {**fixed, **COMMON_FIXED, **family.fixed}.items():
+    if (kind := config.get("model_type", family.model_type)) not in kinds:
+        raise ValueError(f"says model_type = {json.dumps(kind)}, which {family.class_name} does not read")
+    whole_heads = {} if "partial_rotary_factor" in family.keys else {"partial_rotary_factor": 1.0}
+    # Configs of text embedders may have is_causal = false.
+    for key, value in {"is_causal": True, **whole_heads, **COMMON_FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
             raise ValueError(f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built")

@@ -83,9 +83,9 @@ class LayerTypesConfig(DecoderConfig):
 def fill_layer_list(
     config: ConfigJson, key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
 ) -> ConfigJson:
-    """Return a `config.json` with `create(layers, interval)` for a missing list by layer, if both are numbers."""
+    """Return a `config.json` with `create(layers, interval)` for a missing list by layer, if both are given."""
     layers = config.get("num_hidden_layers")
-    if config.get(key) is None and type(interval) is int and type(layers) is int and interval > 0:
+    if config.get(key) is None and layers and interval and interval > 0:
         return {**config, key: create(layers, interval)}
     return config
 
@@ -115,7 +115,7 @@ class RopeByTypeConfig(LayerTypesConfig):
         Raises ValueError if sliding attention scales its positions.
         """
         by_type = config.get("rope_parameters")
-        if not isinstance(by_type, Mapping) or "rope_type" in by_type or "rope_theta" in by_type:
+        if by_type is None or "rope_type" in by_type or "rope_theta" in by_type:
             return config
         local, full = (by_type.get(kind) or {} for kind in ("sliding_attention", "full_attention"))
         if not isinstance(local, Mapping) or not isinstance(full, Mapping):
@@ -183,7 +183,7 @@ class DeltaConfig(LinearLayersConfig):
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
         """Drop keys for positions in images, which text lacks, and derive missing layer types."""
         rope = config.get("rope_parameters")
-        if isinstance(rope, Mapping):
+        if rope:
             kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
             config = {**config, "rope_parameters": kept}
         interval = config.get("full_attention_interval", 4)

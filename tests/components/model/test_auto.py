@@ -1,7 +1,11 @@
 """Models of any family, chosen by the folder."""
 
+import copy
 import json
+import operator
 import re
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ from tokenizers.models import WordLevel
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import FAMILIES, AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.hugging_face import read_config
+from drawloom.components.model.pattern import Pattern
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
@@ -28,7 +34,7 @@ TEXT = 'corpus.paths=["*.txt"]'
 def made(kind: type[DecoderBuilder]) -> DecoderBuilder:
     """Return a small model of a family."""
     sizes = {key: size for key, size in (SPARSE_SIZES | {"num_key_value_heads": 4}).items() if key in kind.family.keys}
-    return small(kind, **sizes)
+    return small(kind, **sizes, **({"layers": "1 x gdn, 1 x attention"} if kind is Pattern else {}))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -51,6 +57,88 @@ def test_a_folder_is_read_as_the_model_that_wrote_it(model_type: str, tmp_path: 
     auto.initialize_parameter("x.weight", one, 3)
     model.initialize_parameter("x.weight", other, 3)
     assert torch.equal(one, other)
+
+
+ODD_VALUES: tuple[Any, ...] = ("x", [], {}, None, -1, 0.5, True, ["x"], [3], {"x": 3}, [[3]], 0)
+
+READ_KEYS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_ff_dim": 64,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 8,
+    "full_attention_interval": 2,
+    "full_attn_idxs": [0],
+    "hybrid_override_pattern": "M*",
+    "index_skip_topk_offset": 2,
+    "index_topk_freq": 2,
+    "index_topk_pattern": "FS",
+    "linear_attn_config": {"full_attn_layers": [1], "head_dim": 8, "num_heads": 2},
+    "mlp_layer_types": ["dense", "sparse"],
+    "no_rope_layer_interval": 2,
+    "per_layer_config": {"full_attention": {"head_dim": 16}},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "rotary_dim": 8,
+    "sliding_window_pattern": 2,
+    "text_config": {},
+}
+"""Keys that files of some families have, and that none writes or all read."""
+
+DERIVED_KEYS = ("layer_types", "layers_block_type", "indexer_types", "no_rope_layers", "linear_key_head_dim")
+
+
+def _find_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths to a value's keys, and to the first items of its lists."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from _find_paths(inner, (*path, key))
+
+
+@pytest.mark.parametrize("step", [len(ODD_VALUES), pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", [*dict.fromkeys(FAMILIES.values()), Pattern], ids=lambda kind: kind.__name__)
+def test_an_odd_value_in_a_config_is_built_or_refused(kind: type[DecoderBuilder], step: int, tmp_path: Path) -> None:
+    """Every key of a family's file with any odd value makes a model, or one message with the file and a remedy."""
+    written, refused = made(kind).hugging_face_config(), set()
+    underived = {key: value for key, value in written.items() if key not in DERIVED_KEYS}
+    (tmp_path / "config.json").touch()
+    bases = (written, list(_find_paths(written))), (underived | READ_KEYS, list(_find_paths(READ_KEYS)))
+    shift = len(kind.__name__)  # by default a family has one value for a key, and another family has another
+    for base, path in ((base, path) for base, paths in bases for path in paths):
+        shift += 1
+        for odd in ODD_VALUES[shift % step :: step]:
+            config = copy.deepcopy(base)
+            reduce(operator.getitem, path[:-1], config)[path[-1]] = odd
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            try:
+                model = (
+                    Pattern(kernels=cpu_kernels(), config=tmp_path)
+                    if kind is Pattern
+                    else AutoModel(kernels=cpu_kernels(), path=tmp_path, weights=False)
+                )
+                if model.num_hidden_layers < 9:
+                    model.build_on_meta()
+            except UserError as error:
+                message = str(error)
+                assert str(tmp_path) in message and re.search("; (correct|take|write) ", message), message
+                refused.add(path[0])
+    assert len(refused) > 5
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(FAMILIES.values()), ids=lambda kind: kind.__name__)
+def test_a_rotary_scaling_is_written_as_it_was_read(kind: type[DecoderBuilder], tmp_path: Path) -> None:
+    """A config with scaled positions is refused, or its model's own file is read as the same config."""
+    file, scaling = tmp_path / "config.json", {"rope_type": "linear", "factor": 2.0}
+    file.write_text(json.dumps(made(kind).hugging_face_config() | {"rope_scaling": scaling}))
+    try:
+        first = read_config(kind.family, file)
+    except UserError as error:
+        assert "rope_" in str(error)
+        return
+    assert first.rope_scaling is not None and first.rope_scaling.factor == 2.0
+    file.write_text(json.dumps(kind.family.build_config(first)))
+    assert read_config(kind.family, file) == first
 
 
 def test_every_family_is_in_the_documentation() -> None:

@@ -132,7 +132,7 @@ def write(folder: Path, **changes: Any) -> Path:
         ({"enable_moe_block": True, "num_experts": 4}, "num_experts_per_tok is missing"),
         ({"layer_types": [FULL, SLIDING]}, "the last layer has a window"),
         ({"num_global_key_value_heads": 3}, "num_key_value_heads = 3 does not divide"),
-        ({"rope_parameters": {FULL: {"rope_type": "yarn"}}}, "rotary positions of type 'yarn'"),
+        ({"rope_parameters": {FULL: {"rope_type": "yarn"}}}, "rope_type = 'yarn'"),
     ],
 )
 def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:

@@ -1,16 +1,18 @@
 """A model of one's own, whose layers are a pattern of parts."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from drawloom import Recipe
+from drawloom import Recipe, UserError
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.lfm2 import Lfm2
 from drawloom.components.model.pattern import Pattern, parse_pattern
 from support.families import CLOSE, assert_generated_as_whole_texts, small
-from support.qwen3 import logits_of, one_document, whole
+from support.qwen3 import cpu_kernels, logits_of, one_document, whole
 
 DELTA: dict[str, Any] = {
     "linear_key_head_dim": 6,
@@ -44,6 +46,18 @@ def test_parts_of_a_text_have_its_logits() -> None:
     """Generation token by token, through a layer with every part, equals the whole text."""
     for parts, count in (("gdn, kda, conv, window, attention", 5), ("mamba, attention", 2)):
         assert_generated_as_whole_texts(pattern(parts, count, attention_gate=True))
+
+
+def test_other_layers_replace_those_of_a_file(tmp_path: Path) -> None:
+    """A file's layer count may change without its layer types, and a file of another family is told which ones fit."""
+    file = tmp_path / "config.json"
+    config = pattern("gdn, attention", 2).hugging_face_config()
+    file.write_text(json.dumps(config))
+    settings: dict[str, Any] = {"kernels": cpu_kernels(), "config": file}
+    assert Pattern(**settings | {"num_hidden_layers": 4}).architecture.num_hidden_layers == 4
+    file.write_text(json.dumps(config | {"model_type": "gemma3_text"}))
+    with pytest.raises(UserError, match=r"gemma3_text.*config\.json of a drawloom_pattern or qwen3 or llama model"):
+        _ = Pattern(**settings).architecture
 
 
 WORDS = (

@@ -1,17 +1,23 @@
 """The smallest recipes, and the generated rows."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from drawloom import RecipeError, UserError
 from drawloom.components.data.bytes import Bytes
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.proving.rows import ProvingRows
 from drawloom.components.proving.subject import Subject
 from drawloom.graph.project import Project
+from support.adapted import OneStage
 from support.mesh_faults import FAULTS
+from support.qwen3 import dense, whole
 
 PLACED = (
     *("loss.next_token", "loss.dft", "optim.muon", "optim.adamw", "gradients.clip_group_norm", "learning_rate.linear"),
@@ -45,6 +51,22 @@ def test_a_recipe_becomes_small_and_keeps_its_parts(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(text, "utf-8")
     assert Project.from_package("drawloom").graph(source.load(values).merged).nodes.keys() == graph.nodes.keys()
     assert text.startswith('# a comment\nextends = ["moe"]\n')
+
+
+def test_a_folder_becomes_small_with_weights_for_all_nodes(tmp_path: Path) -> None:
+    """A graft, its teacher and the tokenizer have one small copy of their folder, from which they open."""
+    model = dense(num_hidden_layers=4, vocab_size=257, hidden_size=32)
+    write_hugging_face_folder(tmp_path / "base", model, OneStage(whole(model)))
+    Tokenizer(WordLevel({"a": 0, "<|end|>": 256}, unk_token="a")).save(str(tmp_path / "base/tokenizer.json"))
+    words = [f"vars.base={tmp_path / 'base'}", f"corpus.paths=['{tmp_path}/*.txt']", "tokenizer.end_token=<|end|>"]
+    (tmp_path / "a.txt").write_text("a a a a")
+    source, values, _ = Subject("heal", words).make_source_values_and_nodes(tmp_path / "input")
+    recipe = source.load(values | {"run": {"folder": str(tmp_path / "run")}})
+    [config] = (tmp_path / "input").rglob("config.json")
+    assert json.loads(config.read_text("utf-8"))["hidden_size"] == 16
+    with recipe.open(["stages", "teacher", "tokenizer"]) as nodes:
+        teacher, student = (stages.local[0].module for stages in (nodes["teacher"].forward_stages, nodes["stages"]))
+    assert torch.equal(teacher.model.norm.weight, student.model.norm.weight)
 
 
 def test_what_can_not_be_proved_is_an_error_of_the_user(tmp_path: Path) -> None:

@@ -128,6 +128,16 @@ def test_a_signal_of_the_last_step_raises_after_training(signals: Signals) -> No
     assert stopped.value.signal == signal.SIGINT
 
 
+def test_another_ranks_signal_of_the_last_step_raises_after_training(mesh_of: Callable[..., Any]) -> None:
+    """A rank without a signal ends before the final tasks, too, whose collectives need the other rank."""
+    signals = Signals(mesh=mesh_of(world=World(rank=1, others=signal.SIGTERM)))
+    signals.open()
+    with pytest.raises(StoppedError) as stopped, signals.raise_stopped_error_on_signal():
+        raise AssertionError("a final task has begun")
+    assert stopped.value.signal == signal.SIGTERM
+    signals.close()
+
+
 def test_a_signal_after_the_final_tasks_raises_nothing(signals: Signals) -> None:
     """Only closing the nodes remains; the run's caller gets no exception for a signal."""
     with signals.raise_stopped_error_on_signal():

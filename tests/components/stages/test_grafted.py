@@ -1,13 +1,20 @@
 """Surgery: a folder's model with new parts, and the recipe that heals it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from drawloom import Recipe, RecipeError
+from drawloom.components.export.hf_writer import write_hugging_face_folder
+from drawloom.components.model.phi3 import Phi3
+from drawloom.components.stages.grafted import GraftedParts
 from drawloom.components.weights.convert import persistent_tensors
+from support.adapted import OneStage
+from support.families import small
+from support.qwen3 import whole
 from support.runs import drawloom, rows
 
 SIZES = {
@@ -61,10 +68,25 @@ def test_kept_parts_are_the_folders_and_new_ones_are_drawn(folder: Path, tmp_pat
     assert phrases[-2:] == ["new: 39 in model.layers.*.linear_attn", "replaced: 18 in model.layers.*.self_attn"]
 
 
+def test_a_joined_tensor_with_a_new_part_is_replaced(tmp_path: Path) -> None:
+    """Phi-3's file has queries, keys and values in one tensor; new queries replace a part of it, and no other one."""
+    model = small(Phi3)
+    module = whole(model)
+    write_hugging_face_folder(tmp_path, model, OneStage(module))
+    precision: Any = None  # counts alone are described
+    graft = GraftedParts(model=model, folder=tmp_path, new=["*.q_proj.*"])
+    assert [*graft.describe_model(module, precision)][1:] == [
+        "new: 2 in model.layers.*.self_attn",
+        "replaced: 2 in model.layers.*.self_attn",
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (['graft.new=["*.linear_atn.*"]'], r"no parameter is called '\*\.linear_atn\.\*'"),
+        (['graft.new=["*.linear_atn.*"]'], r"called '\*\.linear_atn\.\*'(?s:.*)did you mean '\*\.linear_attn\.\*'\?"),
+        (['graft.new=["*.self_atn*q_proj*"]'], r"did you mean '\*\.self_attn\*q_proj\*'\?"),
+        (['graft.new=["*.vision.*"]'], "write another pattern, or remove it"),
         (['graft.new=["*.in_proj_*"]'], "missing model.layers.0.linear_attn.conv_q"),
         (["model.intermediate_size=48"], "wrong shape model.layers.0.mlp.gate_proj.weight"),
         (["model.use_qk_norm=false"], "unexpected model.layers.3.self_attn.k_norm.weight"),
