@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.checkpoint.commit import tree_file_name
 from drawloom.components.checkpoint.manifest import FOLDER, MANIFEST, CorruptCheckpointError, Manifest, list_checkpoints
 from drawloom.components.checkpoint.pieces import assemble_pieces, find_rows_unless_all, is_piece_needed
@@ -159,8 +159,8 @@ class CheckpointReader(PieceReader):
     checkpoint: Path
     manifest: Manifest
     verified: dict[str, set[int]] = attrs.field(factory=dict)
-    _trees: dict[int, dict[str, Tree]] = attrs.field(init=False, factory=dict)
-    _files: dict[int, dict[str, list[str]]] = attrs.field(init=False, factory=dict)
+    _trees: dict[int, dict[str, Tree]] = internal(factory=dict)
+    _files: dict[int, dict[str, list[str]]] = internal(factory=dict)
 
     def read_trees_by_node(self, rank: int) -> dict[str, Tree]:
         if rank not in self._trees:

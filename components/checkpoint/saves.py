@@ -11,7 +11,7 @@ from typing import Literal
 import attrs
 import torch
 
-from drawloom import ResolvedRecipe, UserError
+from drawloom import ResolvedRecipe, UserError, internal
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.manifest import CorruptCheckpointError, list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
@@ -38,8 +38,8 @@ class Retention:
     every: int | None = None
     best: str | None = None
     best_is: Literal["lowest", "highest"] = "lowest"
-    _valid: dict[Path, Values] = attrs.field(init=False, factory=dict)
-    _corrupt: set[Path] = attrs.field(init=False, factory=set)
+    _valid: dict[Path, Values] = internal(factory=dict)
+    _corrupt: set[Path] = internal(factory=set)
 
     def steps_to_keep_for_now(self, candidates: Mapping[int, Values]) -> set[int]:
         """
@@ -178,10 +178,10 @@ class Saves:
     staging: Stager | None
     retention: Retention
     failures: int
-    saved_step: int = attrs.field(init=False, default=0)
-    is_overdue: bool = attrs.field(init=False, default=False)
-    _failed: int = attrs.field(init=False, default=0)  # consecutive failed saves
-    _pending: PendingSave | None = attrs.field(init=False, default=None)
+    saved_step: int = internal(0)
+    is_overdue: bool = internal(False)
+    _failed: int = internal(0)  # consecutive failed saves
+    _pending: PendingSave | None = internal(None)
 
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""

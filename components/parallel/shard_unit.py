@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drawloom import internal
 from drawloom.components.parallel.data_shard import get_local_slice, slice_rows
 from drawloom.components.parallel.shard_transfers import (
     StartedGather,
@@ -68,9 +69,9 @@ class ShardedParameter:
     sharded: nn.Parameter
     tensor_slice: TensorSlice
     encoding: GatherEncoding | None
-    master: nn.Parameter = attrs.field(init=False)
-    unsharded: nn.Parameter = attrs.field(init=False)
-    message: Tensor = attrs.field(init=False)
+    master: nn.Parameter = internal()
+    unsharded: nn.Parameter = internal()
+    message: Tensor = internal()
     """All ranks' slices (ranks * n,), padded to equal sizes: `unsharded`'s memory."""
 
     @classmethod

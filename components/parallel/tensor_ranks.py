@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from drawloom import internal
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
@@ -35,7 +36,7 @@ class TensorRanks:
     """
 
     group: Group
-    size: int = attrs.field(init=False, default=attrs.Factory(lambda self: self.group.size, takes_self=True))
+    size: int = internal(attrs.Factory(lambda self: self.group.size, takes_self=True))
 
     def gather_tokens(self, hidden: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """

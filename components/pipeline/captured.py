@@ -94,7 +94,7 @@ class CudaRecord:
     """CUDA graph recorder with its own stream and memory pool."""
 
     stream: torch.cuda.Stream
-    _pool: Any = attrs.field(init=False, factory=torch.cuda.graph_pool_handle)
+    _pool: Any = internal(factory=torch.cuda.graph_pool_handle)
 
     def __call__(self, run: Callable[[], Any]) -> CudaGraph:
         """Record a function's kernels as a graph."""
@@ -450,7 +450,7 @@ class CapturedRunner(StageRunner):
     graphs: StageGraphs = attrs.field(kw_only=True)
     keys: Mapping[int, GraphKey] = attrs.field(kw_only=True)
     launches_all: bool = attrs.field(kw_only=True)
-    _launched: dict[int, MicrobatchGraphs] = attrs.field(init=False, factory=dict)
+    _launched: dict[int, MicrobatchGraphs] = internal(factory=dict)
 
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 import attrs
 import numpy as np
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop
@@ -134,7 +134,7 @@ class PlannedCosts(CostSource):
     recipe: Recipe
     device: DeviceModel
     cache: PlanCache | None = None
-    _plans: dict[Hashable, Plan] = attrs.field(init=False, factory=dict)
+    _plans: dict[Hashable, Plan] = internal(factory=dict)
 
     def plan(self, ranks: int, stages_per_rank: int, partition: FixedPartitionSchedule | None = None) -> Plan:
         """

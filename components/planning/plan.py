@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.distributed.device_model import DeviceModel, get_matmul_dtype_key
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
@@ -257,7 +257,7 @@ class Planner:
     objects: Mapping[str, Any]
     cache: PlanCache
     memory_limit: int
-    frozen_model_bytes_per_microbatch: int = attrs.field(init=False, default=0)  # on the last stage's rank
+    frozen_model_bytes_per_microbatch: int = internal(0)  # on the last stage's rank
 
     def plan(self) -> Plan:
         """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context_part import ContextPart
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, require_grad_in_place
@@ -69,7 +69,7 @@ class StageCostRecorder:
     cache_key: Hashable = ()
     recordings: Recordings = attrs.field(factory=dict)
     frozen_model: FrozenModel | None = None
-    _frozen_bytes: int = attrs.field(init=False, default=0)
+    _frozen_bytes: int = internal(0)
     _inputs: tuple[Any, Any, Batch] | None = None
     _hidden: Any = None
 

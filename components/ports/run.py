@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import internal
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, above, port, setting
@@ -157,8 +158,8 @@ class Step:
     defers_scaling: bool = False
     epochs: tuple[Fraction, Fraction] = (Fraction(), Fraction())
     stop_reason: str = ""
-    _skip_reasons: list[Callable[[], str]] = attrs.field(init=False, factory=list)
-    _deferred: list[tuple[Callable[[Tensor], object], Tensor]] = attrs.field(init=False, factory=list)
+    _skip_reasons: list[Callable[[], str]] = internal(factory=list)
+    _deferred: list[tuple[Callable[[Tensor], object], Tensor]] = internal(factory=list)
 
     @property
     def is_last(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom import RecipeError, UserError
+from drawloom import RecipeError, UserError, internal
 from drawloom.components import ports
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.checkpoint.manifest import MANIFEST
@@ -251,7 +251,7 @@ class Prover:
     """
 
     on_progress: Callable[[int, int, str], object] = lambda done, total, name: None
-    _pools: dict[int, RankPool] = attrs.field(init=False, factory=dict)
+    _pools: dict[int, RankPool] = internal(factory=dict)
 
     def __enter__(self) -> "Prover":
         return self

@@ -9,7 +9,16 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.component import Check, Every, Impact, Ordered, Traits, is_port_or_component, read_annotations
+from drawloom.graph.component import (
+    Check,
+    Every,
+    Impact,
+    Ordered,
+    Traits,
+    internal,
+    is_port_or_component,
+    read_annotations,
+)
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 
 # Lower case only, so that a name means the same file on case-insensitive file systems.
@@ -41,8 +50,8 @@ class Field:
     is_wired: bool = False
     globs: bool = False
     one_of: str = ""
-    required: bool = attrs.field(init=False)
-    is_edge: bool = attrs.field(init=False)
+    required: bool = internal()
+    is_edge: bool = internal()
 
     @required.default
     def _has_no_default(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.data.auto_tokenizer import CONFIG, read_json_object_or_empty
 from drawloom.components.data.chat import render_process
 from drawloom.components.distributed.json_process import JsonProcess
@@ -35,7 +35,7 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = attrs.field(factory=dict)
     date: str | None = None
     seconds: float = TIMEOUT
-    _process: JsonProcess = attrs.field(init=False, factory=lambda: JsonProcess(render_process.__file__))
+    _process: JsonProcess = internal(factory=lambda: JsonProcess(render_process.__file__))
 
     def open(self) -> None:
         """Start the process, if no rendering has started it. Raises UserError if the template is invalid."""
