@@ -106,7 +106,6 @@ class StartedSum(Protocol):
 
         On a GPU only the current stream waits.
         """
-        ...
 
 
 @torch.no_grad()

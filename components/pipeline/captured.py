@@ -66,11 +66,9 @@ class Recorded(Protocol):
     @property
     def outputs(self) -> Any:
         """Return the function's outputs, whose addresses are the same in every replay."""
-        ...
 
     def replay(self) -> None:
         """Compute the outputs from the inputs' current values."""
-        ...
 
 
 Record = Callable[[Callable[[], Any]], Recorded]

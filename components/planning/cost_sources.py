@@ -47,7 +47,6 @@ class CostSource(Protocol):
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage, with a `recompute` policy per stage."""
-        ...
 
     def peak_activation_bytes(self, program: Program, sizes: Sequence[int] | None = None) -> Sequence[int] | None:
         """Return the peak activation bytes by rank, or None if unknown."""
@@ -55,7 +54,6 @@ class CostSource(Protocol):
 
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """Return `pipeline.schedules.auto` settings for these costs."""
-        ...
 
 
 @attrs.frozen

@@ -21,7 +21,6 @@ class Adapter(Protocol):
         Name patterns for modules or parameters; a pattern without a match in the model is an error in the
         recipe.
         """
-        ...
 
     def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:
         """
@@ -29,7 +28,6 @@ class Adapter(Protocol):
 
         Existing parameters keep their names; added parameters belong to an `AdaptedLayer`.
         """
-        ...
 
 
 @runtime_checkable

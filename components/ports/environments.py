@@ -41,7 +41,6 @@ class Episode(Protocol):
 
     def step(self, text: str) -> Reply:
         """Reply to a turn, given without its end token."""
-        ...
 
 
 @port
@@ -51,7 +50,6 @@ class Environment(Protocol):
     @property
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
         """JSON schemas for chat templates, by function; often none."""
-        ...
 
     def reset(self, example: Example) -> Episode:
         """
@@ -59,7 +57,6 @@ class Environment(Protocol):
 
         Called from several threads. Raises UserError for an unsuitable example.
         """
-        ...
 
 
 @port
@@ -69,9 +66,7 @@ class Tool(Protocol):
     @property
     def function(self) -> Callable[..., object]:
         """The function; its file is imported again by the process for tools."""
-        ...
 
     @property
     def tool_schema(self) -> Mapping[str, Any]:
         """The function's JSON schema, as chat templates expect it. Raises ValueError for an unusable signature."""
-        ...

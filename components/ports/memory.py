@@ -28,7 +28,6 @@ class MemoryUser(Protocol):
 
         An optimizer answers before `open`: its bytes follow from the parameters, which may be on the meta device.
         """
-        ...
 
 
 @runtime_checkable
@@ -37,7 +36,6 @@ class HostMemoryUser(Protocol):
 
     def host_bytes(self) -> int:
         """Return the bytes in host memory on this rank; like `device_bytes`, before `open`."""
-        ...
 
 
 def sum_memory_by_kind(users: Iterable[MemoryUser], peak: int | None = None) -> dict[MemoryKind, int]:
@@ -67,31 +65,24 @@ class Transfers(Protocol):
 
     def allocate_pinned_host_memory(self, size: int) -> Tensor:
         """Return zeros in host memory, uint8 (size,), which is pinned if the device is a GPU."""
-        ...
 
     def copy_to_device(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
         """Copy tensors from host memory to the device, and return the ticket of the last copy's end."""
-        ...
 
     def copy_to_host(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
         """Copy tensors from the device to host memory, and return the ticket of the last copy's end."""
-        ...
 
     def mark_computation(self) -> Ticket:
         """Return a ticket that copies can wait for: all computation issued so far is done."""
-        ...
 
     def make_computation_wait(self, ticket: Ticket) -> None:
         """Make computation issued from now on wait for a ticket; the host does not wait."""
-        ...
 
     def synchronize(self) -> None:
         """Let the host wait for all copies."""
-        ...
 
     def close(self) -> None:
         """Wait for all copies, and release the memory."""
-        ...
 
 
 @attrs.frozen
@@ -123,4 +114,3 @@ class MemoryPolicy(Protocol):
 
         Raises UserError if the run can't be planned.
         """
-        ...

@@ -73,7 +73,6 @@ class DeclaresRoles(Protocol):
 
     def parameter_roles(self) -> Mapping[str, Role]:
         """Return the roles of the module's own parameters, by their names inside of the module."""
-        ...
 
 
 @runtime_checkable
@@ -82,7 +81,6 @@ class ScalesRoles(Protocol):
 
     def role_with_scaling(self, name: str, role: Role) -> Role:
         """Return the scaled role of a parameter by its name inside of the module."""
-        ...
 
 
 def default_role(name: str, parameter: Tensor) -> Role:
@@ -139,4 +137,3 @@ class Parametrization(Protocol):
 
     def compute_scaling_for_size(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
         """Return the factors for a decoder with this width and depth; all are 1 for the base model."""
-        ...

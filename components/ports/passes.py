@@ -67,7 +67,6 @@ class RunnableStage(Protocol):
 
         Without a batch the last stage returns `finish`'s result for the last hidden states and the head.
         """
-        ...
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """
@@ -75,28 +74,22 @@ class RunnableStage(Protocol):
 
         `grads` are the gradients of the output's floating-point leaves, or None for a loss, whose gradient is 1.
         """
-        ...
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """Run I: like `backward`, with weight gradients left for W. Return the input leaves' gradients."""
-        ...
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W: accumulate the weight gradients, and reduce every part after `reduce_in_next_backward`."""
-        ...
 
     def list_inputs_and_outputs(self, microbatch: int) -> list[Tensor]:
         """Return the leaves kept from a microbatch's forward pass until its backward pass."""
-        ...
 
     @property
     def shards(self) -> Shards:
         """The stage's shards, which gather parameters and reduce gradients; ValueError if it has none."""
-        ...
 
     def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
         """Reduce gradients with the next backward pass; if `is_last_in_step`, they are then complete for the step."""
-        ...
 
 
 class PassRun(Protocol):
@@ -122,7 +115,6 @@ class ForwardRunner(Protocol):
 
         With other stages on the same ranks as `model`, the gathered parameters of its last stage stay, with the head.
         """
-        ...
 
 
 def add_reference_values(loss: Referenced, microbatches: Microbatches, values: Mapping[int, Any]) -> Microbatches:

@@ -21,11 +21,9 @@ class Schedule(Protocol):
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return ranks by stage; all ranks have equally many stages."""
-        ...
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """Return the ranks' actions, in order."""
-        ...
 
 
 @runtime_checkable
@@ -34,7 +32,6 @@ class PartialSchedule(Protocol):
 
     def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
         """Return `program` for the `wanted` ranks only; other ranks' actions may be missing, which saves time."""
-        ...
 
 
 @runtime_checkable
@@ -43,7 +40,6 @@ class PartitioningSchedule(Protocol):
 
     def layers_by_stage(self, ranks: int, layers: int) -> Sequence[int]:
         """Return layer counts by stage, at least 1. Raises UserError if `layers` can't be divided."""
-        ...
 
 
 @runtime_checkable
@@ -65,7 +61,6 @@ class RecomputingSchedule(Protocol):
     @property
     def recompute(self) -> Mapping[Any, Any]:
         """Costs by activation checkpointing policy; if there are none, nothing is recomputed."""
-        ...
 
 
 def chooses_recompute(schedule: object) -> bool:
@@ -83,7 +78,6 @@ class OuterLayersSchedule(Protocol):
 
     def get_pipelined_layer_count(self, ranks: int, layers: int) -> int:
         """Return the layer count over all stages. Raises UserError if `layers` can't be divided."""
-        ...
 
 
 LOSSES = "losses"
@@ -137,11 +131,9 @@ class Loss(Protocol):
     @property
     def batch_leaves(self) -> tuple[str, ...]:
         """Names of leaves that `inputs` and `loss` read, as a class attribute."""
-        ...
 
     def inputs(self, batch: Any) -> tuple[Any, BatchContext]:
         """Return the first stage's input (token ids (rows, length) for a decoder) and the context for all stages."""
-        ...
 
     def loss(self, hidden: Any, head: Any, batch: Any) -> LossSums:
         """
@@ -153,7 +145,6 @@ class Loss(Protocol):
         must be a sum over rows or tokens, weighted by `batch.weights`. All microbatches have the same named sums. A
         name such as `largest_norm` is a maximum, over all microbatches.
         """
-        ...
 
 
 @runtime_checkable
@@ -190,7 +181,6 @@ class Referenced(Protocol):
     @property
     def reference(self) -> Reference:
         """Where the reference values come from."""
-        ...
 
     def reference_values(self, hidden: Tensor, head: Head, batch: Any) -> Any:
         """
@@ -199,11 +189,9 @@ class Referenced(Protocol):
         hidden: the other model's last hidden states (rows, length, hidden_size); head: its head, which stays valid for
         the step. Called without gradients; `batch` has no reference values.
         """
-        ...
 
     def with_reference(self, batch: Any, values: Any) -> Any:
         """Return the batch with the other model's values."""
-        ...
 
 
 @runtime_checkable
@@ -222,11 +210,9 @@ class MeasuresStep(Protocol):
 
         Called without gradients; `batch` has its reference values, if the loss is `Referenced`.
         """
-        ...
 
     def with_step_sums(self, batch: Any, sums: Tensor) -> Any:
         """Return the batch with the sums over the step's microbatches and ranks, float64 (sums,), for `loss`."""
-        ...
 
 
 @port
@@ -242,7 +228,6 @@ class Scorer(Protocol):
     @property
     def output_names(self) -> Sequence[str]:
         """Names of the scores of a document; several are the labels of a classifier."""
-        ...
 
     def score_tokens(self, hidden: Tensor) -> Tensor:
         """
@@ -250,7 +235,6 @@ class Scorer(Protocol):
 
         A document's scores are those of its last token. Called inside the last stage's forward pass.
         """
-        ...
 
 
 SCORE = "score.weight"
@@ -268,21 +252,17 @@ class Executor(Protocol):
         Add the summed losses' gradients to the parameters' gradients (gradient accumulation), and write `losses` into
         the state.
         """
-        ...
 
     def evaluate(self, state: StepState) -> None:
         """Run forward passes over `batches`, and write only `losses` into the state."""
-        ...
 
     def rerun_passes_for_comparison(self, state: StepState) -> None:
         """Run the forward and backward passes once more, for a comparison; routers do not count tokens again."""
-        ...
 
     def infer(self, tokens: Tensor, shared: TokenContext) -> Tensor | None:
         """
         Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank; None elsewhere.
         """
-        ...
 
     def infer_microbatches(
         self,
@@ -295,7 +275,6 @@ class Executor(Protocol):
 
         On the last stage's rank, `on_output` gets a microbatch's number and the `finish` result.
         """
-        ...
 
 
 @port
@@ -304,4 +283,3 @@ class PassObserver(Protocol):
 
     def forget_passes(self) -> None:
         """Drop what the step's passes have added, because they are repeated."""
-        ...

@@ -19,4 +19,3 @@ class RecordableFinish(Protocol):
 
     def __call__(self, hidden: Tensor, head: Head) -> Any:
         """Return a tree of tensors, without reading a tensor's value on the host."""
-        ...

@@ -71,7 +71,6 @@ class Turns(Protocol):
 
     def restart_rows(self, keys: Sequence[int]) -> None:
         """Forget these rows' turns: they are sampled again from their prompts."""
-        ...
 
     def continue_rows(self, keys: Sequence[int], turns: Sequence[Sequence[int]]) -> list[list[int] | None]:
         """
@@ -79,7 +78,6 @@ class Turns(Protocol):
 
         A turn has the sampled ids with the end token. Samplers may call it for different rows from several threads.
         """
-        ...
 
 
 @attrs.frozen(eq=False)
@@ -199,7 +197,6 @@ class Rollouts(Protocol):
     @property
     def temperature(self) -> float:
         """Divisor of the logits, above 0."""
-        ...
 
     def update_weights(self, purpose: str, step: int) -> None:
         """
@@ -208,7 +205,6 @@ class Rollouts(Protocol):
         A collective over all ranks; the purpose is "train" or "validation". `step` counts the optimizer steps so far,
         and the next one.
         """
-        ...
 
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         """
@@ -217,7 +213,6 @@ class Rollouts(Protocol):
         The run's seed, `purpose`, `step` and a row's key determine its random numbers; `step` is the first to learn
         from the completions.
         """
-        ...
 
 
 ONE_STEP_ROLLOUT = {"minibatches": 1, "epochs": 1, "lag": 0}
@@ -236,7 +231,6 @@ class SamplesInBackground(Protocol):
 
         None if the sampler needs the training stages: call `sample`.
         """
-        ...
 
 
 @attrs.frozen
@@ -263,13 +257,11 @@ class Reward(Protocol):
     @property
     def weight(self) -> float:
         """Factor in the sum over all rewards; negative for a penalty."""
-        ...
 
     def scores(self, answers: Sequence[Answer]) -> Sequence[float | None]:
         """
         Return a score by answer, None if it can't be scored. Raises UserError for an example it can't use.
         """
-        ...
 
 
 @runtime_checkable
@@ -278,7 +270,6 @@ class ReadsExamples(Protocol):
 
     def check_example(self, example: Example) -> None:
         """Raise UserError, with its source, for an example without a key."""
-        ...
 
 
 @runtime_checkable
@@ -287,7 +278,6 @@ class ReadableBeforeOpen(Protocol):
 
     def read_before_open(self) -> Iterable[Example]:
         """Yield the examples of all splits, with their `source`, lazily."""
-        ...
 
 
 @attrs.frozen
@@ -315,7 +305,6 @@ class RewardEvaluation(Protocol):
 
         Ranks have equally many batches. Raises UserError for batches without prompts. A collective.
         """
-        ...
 
 
 class RowGrowth(NamedTuple):
@@ -332,7 +321,6 @@ class MakesRows(Protocol):
     @classmethod
     def predict_row_growth(cls, node: Any) -> RowGrowth:
         """Predict the growth from a node's settings."""
-        ...
 
 
 @attrs.frozen(eq=False)

@@ -40,44 +40,34 @@ class Shards(Protocol):
     @property
     def gathers_per_block(self) -> bool:
         """Whether blocks are gathered before use, so the program need not gather the stage."""
-        ...
 
     @property
     def reduces_per_microbatch(self) -> bool:
         """Whether gradients are reduced after every microbatch instead of only after the last."""
-        ...
 
     def start_unshard(self) -> None:
         """Start to gather the whole stage's parameters."""
-        ...
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
-        ...
 
     def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
         """Reduce gradients with the stage's next backward pass; `is_last_in_step` marks the step's last reduction."""
-        ...
 
     def stop_reducing_in_backward(self) -> None:
         """End the backward pass announced by `reduce_in_next_backward`; later passes only accumulate gradients."""
-        ...
 
     def finish_reduction(self) -> None:
         """Reduce the remaining gradients, and wait for all sums; on a GPU only the stream waits."""
-        ...
 
     def list_whole_parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters with which passes compute in place of the module's slices."""
-        ...
 
     def list_reduction_units(self) -> Sequence["ReductionUnit"]:
         """Return the parameter groups for the executor itself to reduce, in an order common to all ranks."""
-        ...
 
     def reduce_remaining_gradients(self) -> None:
         """Reduce the remaining gradients, in no group of `list_reduction_units`, and end the reduction."""
-        ...
 
 
 @attrs.frozen(eq=False)
@@ -147,7 +137,6 @@ class Stages(Protocol):
     @property
     def local(self) -> list[Stage]:
         """This rank's stages, in order."""
-        ...
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         """
@@ -155,25 +144,20 @@ class Stages(Protocol):
 
         With `only_if_changed`, cast only after a step was taken or a parameter was changed in place.
         """
-        ...
 
     def move_gradients_to_masters(self) -> None:
         """Pass gradients to the optimizer's parameters, such as master weights, after a step's backward passes."""
-        ...
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """Return meta tensors, as a tree, in place of the tensors received by `stage` for a microbatch."""
-        ...
 
     @property
     def initial_folder(self) -> Path | None:
         """The folder that the initial weights were read from; None for random weights."""
-        ...
 
     @property
     def adapters(self) -> Sequence[Adapter]:
         """The adapters; empty if all weights are trained."""
-        ...
 
 
 @port
@@ -184,7 +168,6 @@ class DescribedStages(Protocol):
 
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
         """Yield phrases for the run's summary, given the whole model on the meta device."""
-        ...
 
 
 @port
@@ -197,11 +180,9 @@ class FrozenModel(Protocol):
 
     def build_meta_stages(self) -> None:
         """Build this rank's stages without memory and values, for plans."""
-        ...
 
     def infer_meta_outputs(self, inputs: Any, context: BatchContext, finish: Finish) -> Any:
         """Return `finish`'s result for a microbatch, a tree of meta tensors; after `build_meta_stages`."""
-        ...
 
 
 @port
@@ -220,23 +201,18 @@ class Parameters(Protocol):
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return fully qualified names and parameters, without repetition, in a stable order."""
-        ...
 
     def parameter_slices(self) -> dict[str, TensorSlice | None]:
         """Return this rank's slices by parameter; None for a whole parameter."""
-        ...
 
     def roles(self) -> Mapping[str, Role]:
         """Return the roles by parameter, on which weight decay and orthogonalization depend."""
-        ...
 
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that this rank owns. Every model parameter is owned by exactly one rank."""
-        ...
 
     def sum_remaining_gradients(self) -> None:
         """Sum gradients over the ranks with the same parameter, unless the backward passes already did."""
-        ...
 
 
 @port
@@ -247,13 +223,11 @@ class AveragedWeights(Protocol):
         """
         Return this rank's averages (any shape, at least float32) by parameter; {} before the first step.
         """
-        ...
 
     def use_averages(self) -> AbstractContextManager[None]:
         """
         Replace the weights by the averages inside the context, and restore the weights on exit, also after an error.
         """
-        ...
 
 
 def use_averages_if_any(average: AveragedWeights | None) -> AbstractContextManager[None]:
@@ -304,4 +278,3 @@ class ModelExport(Protocol):
 
         Raises UserError on every rank if the folder exists, or a rank can't write.
         """
-        ...

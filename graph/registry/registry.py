@@ -26,11 +26,9 @@ class Source(Protocol):
 
     def names(self) -> list[str]:
         """Return all component names, without importing components."""
-        ...
 
     def find_candidates(self, use: str) -> list["Candidate"]:
         """Return the modules that may contain a component with this name: none, one, or several clashing ones."""
-        ...
 
 
 @attrs.frozen
