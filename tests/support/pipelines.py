@@ -51,16 +51,14 @@ from drawloom.components.pipeline.captured import CapturedPasses
 from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.schedules.circular import Circular
-from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import Head, HiddenStates, TokenContext
-from drawloom.components.ports.passes import PassFeature
-from drawloom.components.ports.pipeline import Schedule, sum_losses_and_weights
+from drawloom.components.ports.pipeline import PassFeature, Schedule, sum_losses_and_weights
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Recompute
+from drawloom.components.ports.stages import Adapter, Recompute
 from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.graph.registry.registry import Registry
 from support.adapted import lora
