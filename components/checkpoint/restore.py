@@ -21,7 +21,7 @@ from drawloom.components.checkpoint.verification import (
     read_manifest,
 )
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
-from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.durable_files import read_file
 from drawloom.components.storage.state_tree import list_dict_entries
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.ports import Group, NodeState, Stateful

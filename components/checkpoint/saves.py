@@ -208,7 +208,7 @@ class Saves:
     def list_graph_values(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
         """Yield the steps with a valid manifest, with the metrics in it."""
         for checkpoint in list_checkpoints(self.folder):
-            from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match  # a new run has none
+            from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match
 
             if (manifest := read_manifest_if_sizes_match(checkpoint)) is not None:
                 yield manifest.step, manifest.values

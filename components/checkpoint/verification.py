@@ -13,8 +13,7 @@ import attrs
 from drawloom import UserError
 from drawloom.components.checkpoint.manifest import FORMAT, MANIFEST, CorruptCheckpointError, Manifest
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.storage.durable_files import list_folder
-from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.durable_files import list_folder, read_file
 from drawloom.components.storage.sha256_stream import FileDigest, count_hash_blocks
 from drawloom.components.storage.strict_json import hash_canonical, parse_strict_json
 from drawloom.components.storage.verified_file import ContentMismatchError, open_file_to_verify

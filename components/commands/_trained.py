@@ -15,7 +15,7 @@ from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.export.hf_writer import read_exported_step
-from drawloom.components.storage.regular_file import open_untrusted_file
+from drawloom.components.storage.durable_files import open_untrusted_file
 from drawloom.graph.cli.command import (
     Command,
     Project,
@@ -28,8 +28,8 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
-from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
+from drawloom.graph.recipe.merged import Layer
 from drawloom.graph.runtime.container import Container
 from drawloom.ports import FILES, AveragedWeights, FrozenModel, Stages, TokenCorpus
 

@@ -18,7 +18,7 @@ from drawloom.components.data.auto_tokenizer import (
     read_json_object_or_empty,
     read_special_tokens,
 )
-from drawloom.components.data.chat.template import list_chat_template_files, read_chat_templates
+from drawloom.components.data.chat.encode import list_chat_template_files, read_chat_templates
 from drawloom.components.data.transformers_ids import edit_config_until_ids_match, warn_if_transformers_ids_differ
 
 COMPANIONS = (CONFIG, "special_tokens_map.json")

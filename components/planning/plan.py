@@ -13,9 +13,8 @@ from drawloom.components.distributed.device_model import DeviceModel, get_matmul
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import PipelineDimension
-from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
-from drawloom.components.pipeline.program.timing import DeadlockError
+from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
 from drawloom.components.planning.attention import AttentionFractions, MicrobatchRows, estimate_attention_fractions
 from drawloom.components.planning.memory_choice import (
     HOST_FRACTIONS,

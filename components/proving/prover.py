@@ -32,9 +32,8 @@ from drawloom.components.proving.compare import (
 from drawloom.components.proving.ranks import DIED, RankPool, RanksFailedError
 from drawloom.components.proving.recorder import RankRecord
 from drawloom.components.proving.result import ProvedDifference, ProveResult
-from drawloom.components.proving.run import ProofRun, ProofSource, RefusedError, Values, run_and_record
+from drawloom.components.proving.run import ProofRun, ProofSource, RefusedError, Subject, Values, run_and_record
 from drawloom.components.proving.smallest import DENSE, EXPERTS, STEPS, list_smaller_values, merge_values
-from drawloom.components.proving.subject import Subject
 from drawloom.graph.component import is_port_or_component
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing.ports import BrokenContractError, check_port, load_contract

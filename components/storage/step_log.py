@@ -19,8 +19,7 @@ from typing import Any
 import attrs
 
 from drawloom import internal
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import CHUNK, open_to_append, read_file
+from drawloom.components.storage.durable_files import CHUNK, open_to_append, read_file, replace_file
 
 
 @attrs.define(eq=False)

@@ -40,8 +40,7 @@ from drawloom.kernels.triton.chunks import (
     store_tile,
     sum_tokens,
 )
-from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import load_float32
+from drawloom.kernels.triton.primitives import cache_launches, load_float32
 
 MAX_EXPONENT = tl.constexpr(40.0)
 """The largest exponent of a factor: two such factors and a sum over channels fit into bfloat16 and float32."""

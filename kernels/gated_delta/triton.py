@@ -60,8 +60,8 @@ from drawloom.kernels.triton.chunks import (
     store_state_tile,
     store_tile,
 )
-from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
+    cache_launches,
     cdiv,
     check_floats,
     load_float32,

@@ -34,8 +34,7 @@ from drawloom.kernels.triton.chunks import (
     multiply,
     store_tile,
 )
-from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, check_floats
+from drawloom.kernels.triton.primitives import cache_launches, cdiv, check_floats
 
 MAX_WIDTH = 128
 """The widest keys in Triton; with wider ones, a program's gradients do not fit into registers."""

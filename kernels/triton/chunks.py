@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.triton.launch import cache_launches, limit_registers
 from drawloom.kernels.triton.primitives import (
+    cache_launches,
     cdiv,
     get_dot_precision,
+    limit_registers,
     load_or_zero,
     mask_tile,
     next_power_of_2,

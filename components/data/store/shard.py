@@ -22,8 +22,7 @@ import attrs
 import numpy as np
 
 from drawloom import UserError
-from drawloom.components.storage.durable_files import FileWriter, create_new_durable_file, replace_file
-from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.durable_files import FileWriter, create_new_durable_file, read_file, replace_file
 
 BLOCK = 2**16  # bytes; part of the format; small, because shuffled documents are read one by one
 MAX_SIZE = 2**32  # bytes of a JSON file or of the digests of a shard

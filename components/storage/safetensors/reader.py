@@ -14,7 +14,7 @@ import attrs
 from torch import Tensor
 
 from drawloom import UserError, internal
-from drawloom.components.storage.regular_file import RegularFile, open_untrusted_file
+from drawloom.components.storage.durable_files import RegularFile, open_untrusted_file
 from drawloom.components.storage.safetensors.header import (
     HeaderError,
     TensorEntry,

@@ -9,7 +9,7 @@ from drawloom import RecipeError, UserError
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.proving.rows import ProvingRows
-from drawloom.components.proving.subject import Subject
+from drawloom.components.proving.run import Subject
 from drawloom.graph.project import Project
 from support.mesh_faults import FAULTS
 

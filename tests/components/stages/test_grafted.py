@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from drawloom import Recipe, RecipeError
-from drawloom.components.weights.convert import persistent_tensors
+from drawloom.components.weights.load import persistent_tensors
 from support.runs import drawloom, rows
 
 SIZES = {

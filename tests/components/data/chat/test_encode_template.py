@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.data.auto_tokenizer import read_special_tokens
-from drawloom.components.data.chat.template import (
+from drawloom.components.data.chat.encode import (
     ChatTemplate,
     RenderError,
     create_chat_template,
