@@ -10,9 +10,10 @@ import attrs
 
 from drawloom.graph.drawing import Format
 from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError, UserError, did_you_mean
+from drawloom.graph.recipe.layers import Layer, Leaf
 from drawloom.graph.recipe.loading import RecipeFolder, read_bases_and_layer, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange, ResolvedRecipe
-from drawloom.graph.recipe.merged import Layer, Leaf, MergedRecipe, merge_layers
+from drawloom.graph.recipe.merged import MergedRecipe, merge_layers
 from drawloom.graph.recipe.overrides import nest_values, read_overrides
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container

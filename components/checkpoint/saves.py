@@ -81,7 +81,7 @@ class Retention:
             if not expired or not unverified:
                 return expired
             # verifying reads whole checkpoints, so it is done only before a removal
-            from drawloom.components.checkpoint.verification import verify_checkpoint
+            from drawloom.components.checkpoint.reader import verify_checkpoint
 
             for path in unverified:
                 try:
@@ -97,7 +97,7 @@ class Retention:
             if path in self._valid:
                 candidates[step_of_checkpoint(path)] = self._valid[path]
             elif path not in self._corrupt:
-                from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match
+                from drawloom.components.checkpoint.reader import read_manifest_if_sizes_match
 
                 if manifest := read_manifest_if_sizes_match(path):
                     candidates[step_of_checkpoint(path)] = manifest.values
@@ -208,7 +208,7 @@ class Saves:
     def list_graph_values(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
         """Yield the steps with a valid manifest, with the metrics in it."""
         for checkpoint in list_checkpoints(self.folder):
-            from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match
+            from drawloom.components.checkpoint.reader import read_manifest_if_sizes_match
 
             if (manifest := read_manifest_if_sizes_match(checkpoint)) is not None:
                 yield manifest.step, manifest.values

@@ -5,12 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from drawloom import component, setting
 from drawloom.components.data.chat.corpus import ChatCorpus
-from drawloom.components.data.chat.encode import (
-    ChatTemplate,
-    Encoded,
-    encode_conversation,
-    encode_prompt_and_completion,
-)
+from drawloom.components.data.chat.encode import Encoded, encode_conversation, encode_prompt_and_completion
+from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import Message, check_messages
 
 FORMS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": ..., "completion": ...}'

@@ -8,7 +8,8 @@ import numpy as np
 
 from drawloom import UserError, component
 from drawloom.components.data.chat.corpus import ChatCorpus
-from drawloom.components.data.chat.encode import ChatTemplate, Encoded, encode_prompt_with_answers
+from drawloom.components.data.chat.encode import Encoded, encode_prompt_with_answers
+from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.preferences import (
     find_answer_start,
     select_prompt_ids,

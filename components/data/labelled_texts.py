@@ -7,7 +7,8 @@ import numpy as np
 
 from drawloom import component, setting
 from drawloom.components.data.chat.corpus import ChatCorpus
-from drawloom.components.data.chat.encode import ChatTemplate, Encoded, encode_conversation
+from drawloom.components.data.chat.encode import Encoded, encode_conversation
+from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.ports import ChatTokenizer, complete_document
 
 FORMS = '{"text": ..., "label": ...}, or messages in place of the text'

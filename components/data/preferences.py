@@ -10,7 +10,8 @@ import numpy as np
 
 from drawloom import component
 from drawloom.components.data.chat.corpus import ChatCorpus
-from drawloom.components.data.chat.encode import ChatTemplate, Encoded, encode_prompt_with_answers
+from drawloom.components.data.chat.encode import Encoded, encode_prompt_with_answers
+from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import Message
 
 MARGIN = "margin"

@@ -13,7 +13,7 @@ import attrs
 
 from drawloom import RecipeError, UserError
 from drawloom.components.checkpoint.manifest import FOLDER, Manifest, list_checkpoints, step_of_checkpoint
-from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match
+from drawloom.components.checkpoint.reader import read_manifest_if_sizes_match
 from drawloom.components.report.ettr import compute_ettr, sum_recovery_seconds
 from drawloom.components.report.events import RunLog, read_log
 from drawloom.components.report.metrics import METRICS, Metrics, read_metrics

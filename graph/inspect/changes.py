@@ -14,8 +14,9 @@ from drawloom.graph.inspect.serialize import (
     serialize_recipe,
 )
 from drawloom.graph.problems import Problem, RecipeError
+from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.lockfile import RecipeChange
-from drawloom.graph.recipe.merged import Leaf, MergedRecipe
+from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.toml.emit import dump_canonical, dump_toml
 from drawloom.graph.toml.parsing import parse
 from drawloom.graph.wiring.graph import Graph

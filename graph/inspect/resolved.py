@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 
 from drawloom.graph.inspect.serialize import Plain, describe_provenance, serialize_nodes
+from drawloom.graph.recipe.layers import STARTED_IN
 from drawloom.graph.recipe.lockfile import RecipeChange, ResolvedRecipe
-from drawloom.graph.recipe.merged import FORMAT, STARTED_IN
+from drawloom.graph.recipe.merged import FORMAT
 from drawloom.graph.toml.emit import dump_canonical, dump_key, dump_toml
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node

@@ -8,7 +8,8 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.recipe.merged import VARIABLE, Leaf, MergedRecipe, Table, iterate_leaves
+from drawloom.graph.recipe.layers import Leaf, Table, iterate_leaves
+from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
 

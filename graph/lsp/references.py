@@ -10,7 +10,8 @@ import attrs
 from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.lsp.workspace import Meaning, Workspace, find_items, list_files
 from drawloom.graph.problems import RecipeError, UserError
-from drawloom.graph.recipe.merged import DIRECTIVES, EDIT, NAME, VARIABLE, MergedRecipe
+from drawloom.graph.recipe.layers import EDIT
+from drawloom.graph.recipe.merged import DIRECTIVES, NAME, VARIABLE, MergedRecipe
 from drawloom.graph.toml.positions import SourceRange
 
 Symbol = tuple[str, ...]

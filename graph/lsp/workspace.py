@@ -17,9 +17,10 @@ import tomli
 from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.problems import KeyPath, Problem, RecipeError
 from drawloom.graph.project import Project
+from drawloom.graph.recipe.layers import EDIT, STARTED_IN, Layer, Leaf, Table
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.graph.recipe.merged import DIRECTIVES, EDIT, STARTED_IN, VARIABLE, Layer, Leaf, MergedRecipe, Table
-from drawloom.graph.registry.spec import NAME, Field, Spec
+from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE, MergedRecipe
+from drawloom.graph.registry.registry import NAME, Field, Spec
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import format_path
 

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean
-from drawloom.graph.recipe.merged import EDIT, Layer, Leaf, Origin, Table
+from drawloom.graph.recipe.layers import EDIT, Layer, Leaf, Origin, Table
 from drawloom.graph.toml.emit import dump_canonical, dump_toml
 
 OPERATIONS = ("remove", "before", "after")

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import attrs
 
 from drawloom.graph.problems import COMMAND_LINE, Position, Problem, RecipeError, did_you_mean, find_nearest
+from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.graph.recipe.merged import Layer
 from drawloom.graph.toml.parsing import MAX_FILE_BYTES, decode, parse
 
 MAX_BASES = 50

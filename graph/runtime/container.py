@@ -18,7 +18,7 @@ from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.lifecycle import LifecycleStage
 from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
-from drawloom.graph.registry.spec import Field
+from drawloom.graph.registry.registry import Field
 from drawloom.graph.types.port_match import find_mismatches, implements_any, join_mismatches
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Edge, Node

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from drawloom.graph.problems import Position
-from drawloom.graph.recipe.merged import VARIABLE, Leaf
+from drawloom.graph.recipe.layers import Leaf
+from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.wiring.node import Node
 
 SETTING_IN_MESSAGE = re.compile(r"^(\w+): |`(\w+)`")

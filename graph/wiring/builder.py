@@ -8,9 +8,9 @@ import attrs
 
 from drawloom.graph.component import internal, port_needs_named_nodes
 from drawloom.graph.problems import KeyPath, Problem
-from drawloom.graph.recipe.merged import VARIABLE, Leaf, MergedRecipe, Table
-from drawloom.graph.registry.registry import Registry
-from drawloom.graph.registry.spec import Field
+from drawloom.graph.recipe.layers import Leaf, Table
+from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
+from drawloom.graph.registry.registry import Field, Registry
 from drawloom.graph.types.port_match import implements, implements_any
 from drawloom.graph.wiring.node import Edge, Node, format_path
 from drawloom.graph.wiring.settings import INVALID_VALUE, SettingsResolver

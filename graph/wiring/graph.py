@@ -11,7 +11,8 @@ import attrs
 from drawloom.graph.component import Flow
 from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.problems import Position, Problem, RecipeError, sort_and_deduplicate_problems
-from drawloom.graph.recipe.merged import Layer, MergedRecipe, iterate_leaves
+from drawloom.graph.recipe.layers import Layer, iterate_leaves
+from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.types.port_match import implements
 from drawloom.graph.wiring.builder import GraphBuilder

@@ -9,17 +9,10 @@ from typing import Any
 import attrs
 
 from drawloom.graph.problems import COMMAND_LINE, KeyPath, Position, Problem, did_you_mean
-from drawloom.graph.recipe.merged import (
-    DIRECTIVES,
-    VARIABLE,
-    Layer,
-    Leaf,
-    Table,
-    describe_missing_variable,
-    find_origin,
-)
+from drawloom.graph.recipe.layers import Layer, Leaf, Table, find_origin
+from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE, describe_missing_variable
 from drawloom.graph.recipe.overrides import quote_override
-from drawloom.graph.registry.spec import Field
+from drawloom.graph.registry.registry import Field
 from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, format_path
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from drawloom.components.data.chat.encode import ChatTemplate
+from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.feedback import encode_prompt_completion_row
 from support.chat import open_tokenizer, tokenizer_folder
 from support.runs import QWEN3, drawloom, series

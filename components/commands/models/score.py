@@ -12,7 +12,7 @@ from torch import Tensor
 from drawloom.components.commands._documents import infer_documents, pad_documents
 from drawloom.components.commands._options import check_new_file, write_json_lines
 from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
-from drawloom.components.data.chat.encode import ChatTemplate, create_chat_template
+from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.feedback import encode_prompt_completion_row
 from drawloom.components.data.labelled_texts import encode_text_or_messages
 from drawloom.components.data.sources.formats import Line, read_json_lines_or_table_rows

@@ -49,7 +49,7 @@ from drawloom.graph.problems import find_nearest
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.overrides import read_overrides
-from drawloom.graph.registry.spec import Spec
+from drawloom.graph.registry.registry import Spec
 from drawloom.graph.wiring.graph import Graph
 from drawloom.ports import PartitioningSchedule, Program, Schedule
 

@@ -19,7 +19,7 @@ from drawloom.graph.cli.command import (
     output_class,
 )
 from drawloom.graph.inspect.serialize import convert_to_toml_types
-from drawloom.graph.recipe.merged import Leaf
+from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node

@@ -24,7 +24,7 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
-from drawloom.graph.cli.exit_codes import format_problems
+from drawloom.graph.cli.result import format_problems
 from drawloom.graph.recipe.lockfile import LOCK
 
 MAX_DRAWN_RUNS = 8

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drawloom import UserError, internal, setting
-from drawloom.components.data.chat.encode import ChatTemplate, create_chat_template
+from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.chat.turns import find_turn_end_ids
 from drawloom.graph import component_base_class
 from drawloom.ports import ChatTokenizer, Tokenizer, find_end_ids

@@ -26,7 +26,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.data.chat.encode import ChatTemplate, RenderError, make_request
+from drawloom.components.data.chat.template import ChatTemplate, RenderError, make_request
 from drawloom.ports import ChatTokenizer
 
 Message = Mapping[str, Any]

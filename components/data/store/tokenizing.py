@@ -9,7 +9,7 @@ import numpy as np
 
 from drawloom import UserError, internal
 from drawloom.components.data.sources.documents import Document, Part
-from drawloom.components.data.store.shard import ShardWriter, choose_id_dtype
+from drawloom.components.data.store.store import ShardWriter, choose_id_dtype
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.ports import Tokenizer, complete_document
 

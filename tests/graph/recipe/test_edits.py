@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph.project import Project
-from drawloom.graph.recipe.merged import Leaf, MergedRecipe, Table, locate_part
+from drawloom.graph.recipe.layers import Leaf, Table, locate_part
+from drawloom.graph.recipe.merged import MergedRecipe
 
 BASE = '[a]\nuse = "x.y"\nlist = ["@one", "@two", "@three"]\nnumbers = [1, 2.0, true]'
 

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drawloom.components.data.chat.encode import ChatTemplate, encode_conversation, encode_prompt_and_completion
+from drawloom.components.data.chat.encode import encode_conversation, encode_prompt_and_completion
+from drawloom.components.data.chat.template import ChatTemplate
 from support.chat import CHATML, open_tokenizer, say, tokenizer_folder
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.data.chat.encode import ChatTemplate
+from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import EarlierTurnError, Rendered, render_and_locate_turns
 from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, say
 

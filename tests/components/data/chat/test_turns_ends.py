@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.data.chat.encode import ChatTemplate, encode_conversation
+from drawloom.components.data.chat.encode import encode_conversation
+from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import EarlierTurnError, find_turn_end_ids
 from support.chat import CHATML, HEADERS, ROLES, TOOLS, UNENDED, open_tokenizer, say, tokenizer_folder
 

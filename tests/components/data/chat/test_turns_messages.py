@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.data.chat.encode import (
-    ChatTemplate,
-    create_chat_template,
-    encode_conversation,
-    encode_prompt_messages,
-)
+from drawloom.components.data.chat.encode import encode_conversation, encode_prompt_messages
+from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from support.chat import CHATML, TOOLS, open_tokenizer, say, tokenizer_folder
 
 PARTS = CHATML.replace("message.content", "message.content | map(attribute='text') | join(' ')")
