@@ -8,7 +8,7 @@ WALL = ("time.time(", "datetime.now(", "datetime.today(", "st_mtime", "getmtime"
 ALLOWED = {
     "components/checkpoint/remote.py",  # whether a file has changed since it was uploaded
     "components/distributed/error_file.py",  # torchrun shows people times
-    "components/data/sources/documents.py",  # whether a file has changed since it was tokenized
+    "components/data/sources/files.py",  # whether a file has changed since it was tokenized
     "components/run/locks.py",  # tells a person since when a folder is in use
     "components/storage/durable_files.py",  # whether a file is the one that was checked
     "graph/registry/registry.py",  # whether packages were installed since the search path was read

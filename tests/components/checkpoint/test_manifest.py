@@ -81,7 +81,7 @@ def test_the_manifest_of_another_step_is_corrupt(checkpoint: Path) -> None:
 @pytest.mark.parametrize("other", [2, 4])
 def test_another_format_is_a_user_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, other: int) -> None:
     """It is refused with both numbers, instead of falling back to an older checkpoint."""
-    monkeypatch.setattr("drawloom.components.checkpoint.reader.FORMAT", other)
+    monkeypatch.setattr("drawloom.components.checkpoint.manifest.FORMAT", other)
     (checkpoint / "manifest.json").write_bytes(MANIFEST.to_json_bytes())
     monkeypatch.undo()
     with pytest.raises(UserError, match=f"has format {other}, and this version of drawloom reads format 3"):
