@@ -49,7 +49,7 @@ def setting(
 def internal(
     default: Any = attrs.NOTHING, *, factory: Callable[[], Any] | None = None, init: Literal[False] = False
 ) -> Any:
-    """Declare a field set by its component itself, unlike a setting or an edge."""
+    """Declare a field set by its own object: neither an argument of the constructor, nor a setting or an edge."""
     return attrs.field(init=init, default=attrs.Factory(factory) if factory else default)
 
 

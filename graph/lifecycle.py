@@ -17,7 +17,6 @@ class Openable(Protocol):
 
     def open(self) -> None:
         """Read files, start processes, allocate memory; called after all nodes of its edges are open."""
-        ...
 
 
 @runtime_checkable
@@ -26,7 +25,6 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """Release all resources."""
-        ...
 
 
 @runtime_checkable
@@ -35,7 +33,6 @@ class FailureHandler(Protocol):
 
     def on_failure(self, error: BaseException) -> BaseException | None:
         """Handle the exception, and return an exception to raise in its place, or None."""
-        ...
 
 
 @runtime_checkable
@@ -44,11 +41,9 @@ class Predecessor(Protocol):
 
     def hand_over(self) -> Any:
         """Return values for this node in the next attempt; called on an open component, before it is closed."""
-        ...
 
     def take_over(self, values: Any) -> None:
         """Receive the result from `hand_over` in the failed attempt, before the first node is opened."""
-        ...
 
 
 @runtime_checkable
@@ -57,7 +52,6 @@ class LifecycleWatcher(Protocol):
 
     def lifecycle_context(self, stage: LifecycleStage, node: str) -> AbstractContextManager[None]:
         """Return a context for opening or closing a node."""
-        ...
 
 
 @runtime_checkable
@@ -71,7 +65,6 @@ class MachineUser(Protocol):
         Called before the first node is opened; it reads little, leaves nothing open, and uses other nodes only as they
         are before `open`.
         """
-        ...
 
 
 @runtime_checkable
@@ -80,7 +73,6 @@ class Previewable(Protocol):
 
     def preview(self) -> str:
         """Return a text for `run --dry-run`; the component is open."""
-        ...
 
 
 @runtime_checkable
@@ -89,7 +81,6 @@ class StepSource(Protocol):
 
     def run_and_yield_steps(self) -> Iterator[Any]:
         """Run, and yield every step when it has ended."""
-        ...
 
 
 @runtime_checkable
@@ -98,7 +89,6 @@ class OutcomeSource(Protocol):
 
     def outcome(self) -> Mapping[str, Any]:
         """Return facts about the ended run as data for JSON; called on an open component."""
-        ...
 
 
 @runtime_checkable
@@ -108,7 +98,6 @@ class Constrained(Protocol):
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """Yield the problems of a node, which is a NodeView, before anything is built."""
-        ...
 
 
 @runtime_checkable
@@ -118,7 +107,6 @@ class Annotated(Protocol):
     @classmethod
     def notes(cls, node: Any) -> Iterable[str]:
         """Yield lines about a node for `explain`, and for `draw` with the focus on the node."""
-        ...
 
 
 @runtime_checkable
@@ -132,7 +120,6 @@ class ImpactRules(Protocol):
 
         `node` has the new value; `before` is the old one as in TOML, None if it is unknown.
         """
-        ...
 
 
 @runtime_checkable
@@ -144,4 +131,3 @@ class FolderSettings(Protocol):
         cls, settings: Mapping[str, Any], explicit_keys: Collection[str], folder: str
     ) -> Mapping[str, Any]:
         """Return settings for a run in `folder`; overlays or the command line set `explicit_keys`."""
-        ...

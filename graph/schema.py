@@ -16,8 +16,7 @@ from drawloom.graph.component import Bound
 from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.recipe.layers import STARTED_IN
 from drawloom.graph.recipe.merged import FORMAT, NAME
-from drawloom.graph.registry.registry import Registry
-from drawloom.graph.registry.spec import Field, Spec
+from drawloom.graph.registry.registry import Field, Registry, Spec
 from drawloom.graph.types.assignable import union_members_except_none
 from drawloom.graph.types.port_match import implements_any
 

@@ -33,36 +33,30 @@ class RowPart(Protocol):
     @property
     def token_indices(self) -> Tensor:
         """Indices of this rank's tokens in a row, int64 (tokens,), ascending."""
-        ...
 
     def gather(self, part: Tensor) -> Tensor:
         """Gather whole rows (rows, length, ...) from every rank's `part` (rows, tokens, ...); differentiable."""
-        ...
 
     @property
     def piece_indices(self) -> tuple[int, ...]:
         """
         Indices of this rank's pieces; all ranks' pieces are equally long runs of tokens, counted from the row's start.
         """
-        ...
 
     def start_gathering_others(self, own: Tensor) -> Callable[[], Tensor]:
         """
         Start to gather from `own` (rows, tokens, ...); a call waits, and returns other ranks' tokens in order (rows,
         others, ...).
         """
-        ...
 
     def start_summing_for_owners(self, others: Tensor) -> Callable[[], Tensor]:
         """
         Start to send addends for other ranks' tokens (rows, others, ...) to their ranks; a call waits, and returns the
         sum for this rank's tokens (rows, tokens, ...).
         """
-        ...
 
     def gather_pieces(self, own: Tensor) -> Tensor:
         """
         Gather all ranks' values per piece, (rows, own pieces, ...), in the order of pieces along a row: (rows, all
         pieces, ...); differentiable.
         """
-        ...

@@ -6,8 +6,8 @@ from typing import ClassVar
 from torch import nn
 
 from drawloom import UserError, component, setting
+from drawloom.components.adapters.lora_layers import LoraTiedHead
 from drawloom.components.adapters.targets import find_pattern_fault, list_matching_patterns
-from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.weights.adapted import EMBEDDING
 from drawloom.ports import AdaptedLayer
 

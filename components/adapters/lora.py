@@ -6,9 +6,8 @@ from collections.abc import Collection
 from torch import nn
 
 from drawloom import UserError, above, between, component, setting
-from drawloom.components.adapters.lora_layers import LoraEmbedding, LoraExperts, LoraLinear, LoraOptions
+from drawloom.components.adapters.lora_layers import LoraEmbedding, LoraExperts, LoraLinear, LoraOptions, LoraTiedHead
 from drawloom.components.adapters.targets import find_pattern_fault, list_matching_patterns
-from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.layers import Embedding, Linear

@@ -4,6 +4,8 @@ Layers with low-rank adapters: linear layers and heads, embeddings, and experts.
 Hu et al. 2021, "LoRA", arXiv 2106.09685, section 4.1: a frozen weight W computes as W + scale * B A. The factors are
 parameters in the layer that replaces the frozen one, so all other parameters keep their names. Names and shapes in
 files are PEFT's.
+
+LoRA for a head tied to the embedding; the factors change only the head.
 """
 
 import math
@@ -16,11 +18,10 @@ from torch import Tensor, nn
 
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding, Linear
-from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor_ranks import ALONE, TensorRanks
-from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.mapper_ops import rename
-from drawloom.ports import AdaptedLayer, Fill, Head, LowRank, Mapper, ModelParameter, TensorGroup
+from drawloom.components.parallel.tensor_ranks import ALONE, SplitDim, TensorParallel, TensorRanks
+from drawloom.components.weights.adapted import EMBEDDING, HEAD
+from drawloom.components.weights.mapper import parallel, rename
+from drawloom.ports import AdaptedLayer, Fill, Head, HeadLayer, LowRank, Mapper, ModelParameter, TensorGroup
 
 PEFT = "base_model.model."
 """Prefix of PEFT's tensor names, before the name of the module in transformers."""
@@ -344,3 +345,51 @@ def compute_dora_scale(
         norm = ranks.all_reduce(square).clamp_min(0).sqrt()
     factor: Tensor = magnitude.to(dtype) / norm
     return factor
+
+
+class LoraTiedHead(TensorParallel, LowRankLayer, HeadLayer):
+    """
+    Head with `lora_A` (rank, hidden_size) and `lora_B` (vocab_size, rank) beside the embedding's frozen table.
+
+    The table remains the embedding's parameter. Merged factors make the head differ from the table, so an export
+    contains a separate head.
+    """
+
+    def __init__(self, embedding: Embedding, options: LoraOptions) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # a tuple, because the weight of a submodule would have a second name
+        vocab_size, hidden_size = embedding.weight.shape
+        self.options = options
+        self.vocab_size = vocab_size
+        self.lora_A = create_factor(options.rank, hidden_size, like=embedding.weight)
+        self.lora_B = create_factor(vocab_size, options.rank, like=embedding.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., hidden_size), in any floating dtype, to (..., vocab_size), in the table's dtype."""
+        (embedding,) = self._embedding
+        kernels, table = embedding.kernels, embedding.weight
+        x = x.to(table.dtype)
+        y = kernels.linear(x, table)
+        if not self.active:
+            return y
+        low = kernels.linear(self.options.apply_dropout(x).to(self.lora_A.dtype), self.lora_A)
+        return y + (kernels.linear(low, self.lora_B) * self.options.scale).to(y.dtype)
+
+    def head(self) -> Head:
+        """Return the layer as a model's head."""
+        return ChunkedHead(self, self.vocab_size, self.ranks)
+
+    def split_dims(self) -> Mapping[str, SplitDim]:
+        """Split the vocabulary, as the table is split."""
+        return {"lora_B": VOCABULARY}
+
+    def initialize_adapter(self, name: str, fill: Fill) -> None:
+        """Fill A with random numbers and B with zeros, so the layer begins like the tied head."""
+        with torch.no_grad():
+            fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.lora_A.shape[1]))
+            self.lora_B.zero_()
+
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
+        """Map to a separate head, table + scale * B A, and the unchanged table."""
+        table = f"{EMBEDDING}.weight"
+        return self.map_to_merged_weight(name, table, HEAD, table)

@@ -26,6 +26,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import internal
 from drawloom.components.checkpoint.pieces import find_rows_unless_all
 from drawloom.components.checkpoint.reader import Parts, PieceReader, Slices, Uses
 from drawloom.components.checkpoint.snapshot import is_rank_local, mark_slices, slices_by_sharded_entry
@@ -345,11 +346,11 @@ class StateMemory:
     """
 
     copies_each_step: bool = True
-    _stager: Blocking = attrs.field(init=False, factory=Blocking)
-    _copy: HeldState | None = attrs.field(init=False, default=None)
-    _current: HeldState | None = attrs.field(init=False, default=None)
-    _shared: HeldState | None = attrs.field(init=False, default=None)  # of the step of the neighbours' copies
-    _copies: tuple[NeighbourCopy, ...] = attrs.field(init=False, default=())  # the newest one last
+    _stager: Blocking = internal(factory=Blocking)
+    _copy: HeldState | None = internal(None)
+    _current: HeldState | None = internal(None)
+    _shared: HeldState | None = internal(None)  # of the step of the neighbours' copies
+    _copies: tuple[NeighbourCopy, ...] = internal(())  # the newest one last
 
     def reference_states(self, key: PartKey, nodes: Mapping[str, Stateful]) -> HeldState:
         """Reference and return the state after a step. Tensors must not change before `replace_reference_by_copy`."""
@@ -407,8 +408,8 @@ class PeerMemory:
     neighbour_every: Cadence
     copies: Group
     sources: Sequence[int]
-    _copy: Future[NeighbourCopy] | None = attrs.field(init=False, default=None)
-    _has_logged_copies: bool = attrs.field(init=False, default=False)
+    _copy: Future[NeighbourCopy] | None = internal(None)
+    _has_logged_copies: bool = internal(False)
 
     @classmethod
     def choose_neighbours_and_create(

@@ -8,7 +8,7 @@ from torch import Tensor
 from drawloom import Every, component, internal
 from drawloom.components.checkpoint.state_hashes import FOLDER, hash_states
 from drawloom.components.state.trees import list_labelled_children
-from drawloom.components.storage.regular_file import create_folder_unless_link
+from drawloom.components.storage.durable_files import create_folder_unless_link
 from drawloom.components.storage.step_log import AppendedFile, encode_row
 from drawloom.components.storage.tensor_source import hash_tensor_bytes
 from drawloom.ports import METRIC_TOTALS, Event, EventKind, Mesh, Parameters, RunFolder, Stateful, Step, Tracker

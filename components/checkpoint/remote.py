@@ -14,7 +14,7 @@ from drawloom.components.checkpoint.manifest import (
     list_checkpoints,
     step_of_checkpoint,
 )
-from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match, verify_checkpoint
+from drawloom.components.checkpoint.reader import read_manifest_if_sizes_match, verify_checkpoint
 from drawloom.components.storage.object_store import ObjectStore, StoreError
 from drawloom.graph.recipe.lockfile import LOCK
 

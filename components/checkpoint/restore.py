@@ -11,17 +11,19 @@ from torch import Tensor
 
 from drawloom import RecipeError, ResolvedRecipe, UserError
 from drawloom.components.checkpoint.manifest import CorruptCheckpointError, Manifest
-from drawloom.components.checkpoint.reader import CheckpointReader, Slices, no_valid_checkpoint_error
-from drawloom.components.checkpoint.saves import Retention
-from drawloom.components.checkpoint.snapshot import is_rank_local, slices_by_sharded_entry
-from drawloom.components.checkpoint.verification import (
+from drawloom.components.checkpoint.reader import (
+    CheckpointReader,
+    Slices,
     block_numbers_by_file,
     describe_differing_blocks,
     describe_missing_and_unknown_files,
+    no_valid_checkpoint_error,
     read_manifest,
 )
+from drawloom.components.checkpoint.saves import Retention
+from drawloom.components.checkpoint.snapshot import is_rank_local, slices_by_sharded_entry
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
-from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.durable_files import read_file
 from drawloom.components.storage.state_tree import list_dict_entries
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.ports import Group, NodeState, Stateful

@@ -11,7 +11,7 @@ from typing import Literal
 import attrs
 import torch
 
-from drawloom import ResolvedRecipe, UserError
+from drawloom import ResolvedRecipe, UserError, internal
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.manifest import CorruptCheckpointError, list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
@@ -38,8 +38,8 @@ class Retention:
     every: int | None = None
     best: str | None = None
     best_is: Literal["lowest", "highest"] = "lowest"
-    _valid: dict[Path, Values] = attrs.field(init=False, factory=dict)
-    _corrupt: set[Path] = attrs.field(init=False, factory=set)
+    _valid: dict[Path, Values] = internal(factory=dict)
+    _corrupt: set[Path] = internal(factory=set)
 
     def steps_to_keep_for_now(self, candidates: Mapping[int, Values]) -> set[int]:
         """
@@ -81,7 +81,7 @@ class Retention:
             if not expired or not unverified:
                 return expired
             # verifying reads whole checkpoints, so it is done only before a removal
-            from drawloom.components.checkpoint.verification import verify_checkpoint
+            from drawloom.components.checkpoint.reader import verify_checkpoint
 
             for path in unverified:
                 try:
@@ -97,7 +97,7 @@ class Retention:
             if path in self._valid:
                 candidates[step_of_checkpoint(path)] = self._valid[path]
             elif path not in self._corrupt:
-                from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match
+                from drawloom.components.checkpoint.reader import read_manifest_if_sizes_match
 
                 if manifest := read_manifest_if_sizes_match(path):
                     candidates[step_of_checkpoint(path)] = manifest.values
@@ -178,10 +178,10 @@ class Saves:
     staging: Stager | None
     retention: Retention
     failures: int
-    saved_step: int = attrs.field(init=False, default=0)
-    is_overdue: bool = attrs.field(init=False, default=False)
-    _failed: int = attrs.field(init=False, default=0)  # consecutive failed saves
-    _pending: PendingSave | None = attrs.field(init=False, default=None)
+    saved_step: int = internal(0)
+    is_overdue: bool = internal(False)
+    _failed: int = internal(0)  # consecutive failed saves
+    _pending: PendingSave | None = internal(None)
 
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
@@ -208,7 +208,7 @@ class Saves:
     def list_graph_values(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
         """Yield the steps with a valid manifest, with the metrics in it."""
         for checkpoint in list_checkpoints(self.folder):
-            from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match  # a new run has none
+            from drawloom.components.checkpoint.reader import read_manifest_if_sizes_match
 
             if (manifest := read_manifest_if_sizes_match(checkpoint)) is not None:
                 yield manifest.step, manifest.values

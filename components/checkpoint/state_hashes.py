@@ -5,7 +5,7 @@ import json
 import attrs
 
 from drawloom import Every, component, internal
-from drawloom.components.storage.regular_file import create_folder_unless_link
+from drawloom.components.storage.durable_files import create_folder_unless_link
 from drawloom.components.storage.state_tree import list_dict_entries, pack_state
 from drawloom.components.storage.step_log import RewindingLog, StepLog
 from drawloom.components.storage.tensor_source import hash_bytes, hash_tensor_bytes

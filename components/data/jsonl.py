@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from drawloom import component, setting
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.sources.files import File
+from drawloom.components.data.sources.files import File, FileCorpus
 from drawloom.components.data.sources.formats import split_json_lines_files
-from drawloom.components.data.sources.texts import FileCorpus
 
 
 @component

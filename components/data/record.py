@@ -4,7 +4,7 @@ import attrs
 
 from drawloom import component, internal
 from drawloom.components.data.batch_checks import compute_row_digests
-from drawloom.components.storage.regular_file import create_folder_unless_link
+from drawloom.components.storage.durable_files import create_folder_unless_link
 from drawloom.components.storage.step_log import RewindingLog, StepLog
 from drawloom.ports import Batching, Mesh, RunFolder, Step
 

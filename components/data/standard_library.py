@@ -40,6 +40,6 @@ class StandardLibrary(DividedCorpus):
     validation_fraction: float = validation_fraction("files")
 
     def divide(self) -> Sequence[Part]:
-        from drawloom.components.data.sources.texts import group_text_files  # a check reads no file
+        from drawloom.components.data.sources.files import group_text_files
 
         return group_text_files(list_source_files(), replace_invalid=True)

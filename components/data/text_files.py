@@ -5,8 +5,7 @@ from typing import Literal
 
 from drawloom import component, setting
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.sources.files import File
-from drawloom.components.data.sources.texts import FileCorpus, group_text_files
+from drawloom.components.data.sources.files import File, FileCorpus, group_text_files
 
 
 @component

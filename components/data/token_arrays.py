@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.data.store.shard import choose_id_dtype
+from drawloom.components.data.store.store import choose_id_dtype
 from drawloom.ports import Corpus, DocumentPart, Split, Tokenizer, complete_document
 
 WARN_SECONDS = 60.0

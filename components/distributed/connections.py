@@ -27,6 +27,8 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
+from drawloom import internal
+
 DESCRIPTORS = "/proc/self/fd"  # only Linux has it; elsewhere no connection is recorded
 LOST = "a rank is lost, and no new group can be made with it"
 STUCK = "a rank is lost, and this operation did not notice it"
@@ -70,7 +72,7 @@ class HelperCall:
 class HelperThreads:
     """Helper threads, started as needed; an idle one is used again."""
 
-    _idle: list["SimpleQueue[HelperCall | None]"] = attrs.field(init=False, factory=list)
+    _idle: list["SimpleQueue[HelperCall | None]"] = internal(factory=list)
 
     def start(self, function: Callable[[], Any], settled: threading.Event) -> HelperCall:
         """Start to call a function in a helper thread, which sets `settled` at the end."""
@@ -116,12 +118,12 @@ class Connections:
     port: int = 0
     is_broken: bool = False
     abort_communicators: Callable[[], object] | None = None
-    has_stuck_operations: bool = attrs.field(init=False, default=False)
-    _helpers: HelperThreads = attrs.field(init=False, factory=HelperThreads)
-    _inodes: set[int] = attrs.field(init=False, factory=set)
-    _abort: threading.Thread | None = attrs.field(init=False, default=None)
-    _before: set[int] | None = attrs.field(init=False, default=None)  # sockets before a recording in progress
-    _waiting: set[threading.Event] = attrs.field(init=False, factory=set)  # of the callers of helper threads
+    has_stuck_operations: bool = internal(False)
+    _helpers: HelperThreads = internal(factory=HelperThreads)
+    _inodes: set[int] = internal(factory=set)
+    _abort: threading.Thread | None = internal(None)
+    _before: set[int] | None = internal(None)  # sockets before a recording in progress
+    _waiting: set[threading.Event] = internal(factory=set)  # of the callers of helper threads
 
     @contextmanager
     def record_sockets(self, *, keep: bool = True) -> Iterator[None]:

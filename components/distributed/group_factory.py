@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.distributed.connections import (
     LOST,
     STUCK_AFTER,
@@ -154,15 +154,15 @@ class GroupFactory:
     connections: Connections = attrs.field(factory=Connections)
     monitor: RankMonitor = attrs.field(factory=RankMonitor)
     store: Any = None
-    is_joined: bool = attrs.field(init=False, default=False)
+    is_joined: bool = internal(False)
 
-    _limit: timedelta = attrs.field(init=False)
+    _limit: timedelta = internal()
     # torch's process groups by the sets of ranks for which they were made
-    _handles: dict[tuple[tuple[int, ...], ...], Any] = attrs.field(init=False, factory=dict)
-    _control_handles: list[Any] = attrs.field(init=False, factory=list)
-    _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
-    _patches: ExitStack = attrs.field(init=False, factory=ExitStack)
-    _meetings: Counter[str] = attrs.field(init=False, factory=Counter)
+    _handles: dict[tuple[tuple[int, ...], ...], Any] = internal(factory=dict)
+    _control_handles: list[Any] = internal(factory=list)
+    _communicators: dict[str, TorchCommunicator] = internal(factory=dict)
+    _patches: ExitStack = internal(factory=ExitStack)
+    _meetings: Counter[str] = internal(factory=Counter)
 
     def __attrs_post_init__(self) -> None:
         self._limit = self._add_nccl_margin_to_timeout(self.timeout)

@@ -8,6 +8,8 @@ from typing import Any
 
 import attrs
 
+from drawloom import internal
+
 
 @attrs.define(eq=False)
 class JsonProcess:
@@ -19,8 +21,8 @@ class JsonProcess:
     """
 
     file: str
-    _process: Any = attrs.field(init=False, default=None)
-    _pipe: Any = attrs.field(init=False, default=None)
+    _process: Any = internal(None)
+    _pipe: Any = internal(None)
 
     @property
     def is_running(self) -> bool:

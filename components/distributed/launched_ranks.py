@@ -14,7 +14,7 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom import Every, UserError
+from drawloom import Every, UserError, internal
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launch_store import (
@@ -70,11 +70,11 @@ class LaunchedRanks:
     groups: GroupFactory = attrs.field(
         init=False, default=attrs.Factory(lambda self: GroupFactory(self.device), takes_self=True)
     )
-    monitor: RankMonitor = attrs.field(init=False, factory=RankMonitor)
-    generation: Generation | None = attrs.field(init=False, default=None)
-    _control: Any = attrs.field(init=False, default=None)  # connection to the launch's store
-    _spares: Spares | None = attrs.field(init=False, default=None)
-    _exit_code: int = attrs.field(init=False, default=0)
+    monitor: RankMonitor = internal(factory=RankMonitor)
+    generation: Generation | None = internal(None)
+    _control: Any = internal(None)  # connection to the launch's store
+    _spares: Spares | None = internal(None)
+    _exit_code: int = internal(0)
 
     @property
     def survives_losses(self) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import attrs
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.launch_store import Failure, connect_to_launch_store
 from drawloom.components.distributed.peer_processes import PeerProcesses
@@ -204,8 +204,8 @@ class Spares:
     """
 
     store: Any
-    _known: dict[int, RunProcess] = attrs.field(init=False, factory=dict)
-    _settled: set[int] = attrs.field(init=False, factory=set)  # admitted, or ended
+    _known: dict[int, RunProcess] = internal(factory=dict)
+    _settled: set[int] = internal(factory=set)  # admitted, or ended
 
     def register(self, member: RunProcess) -> int:
         """Add a spare, and return its number."""
@@ -338,10 +338,10 @@ class MemberWatch:
 
     store: Any
     timeout: float
-    _generation: Generation | None = attrs.field(init=False, default=None)
-    _beats: int = attrs.field(init=False, default=0)
-    _since: float = attrs.field(init=False, default=0.0)
-    _processes: PeerProcesses = attrs.field(init=False, factory=PeerProcesses)
+    _generation: Generation | None = internal(None)
+    _beats: int = internal(0)
+    _since: float = internal(0.0)
+    _processes: PeerProcesses = internal(factory=PeerProcesses)
 
     def look_and_check_if_lost(self) -> bool:
         """Return whether all members have ended on this machine, or none has sent a heartbeat for `timeout` seconds."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import attrs
 
+from drawloom import internal
+
 STOP_TICK = 0.05  # seconds between two looks for stopped processes
 STOPPED_LOOKS = 6  # looks in a row at a stopped process: others may be resumed a moment later than this one
 
@@ -26,11 +28,11 @@ class PeerProcesses:
     """
 
     pids: Mapping[int, int] = attrs.field(factory=dict)
-    _descriptors: dict[int, int] = attrs.field(init=False, factory=dict)  # from pidfd to rank
-    _ended: set[int] = attrs.field(init=False, factory=set)
-    _looks: Counter[int] = attrs.field(init=False, factory=Counter)  # looks in a row at a stopped process, by rank
-    _wakes: int | None = attrs.field(init=False, default=None)  # event descriptor
-    _closing: threading.Event = attrs.field(init=False, factory=threading.Event)
+    _descriptors: dict[int, int] = internal(factory=dict)  # from pidfd to rank
+    _ended: set[int] = internal(factory=set)
+    _looks: Counter[int] = internal(factory=Counter)  # looks in a row at a stopped process, by rank
+    _wakes: int | None = internal(None)  # event descriptor
+    _closing: threading.Event = internal(factory=threading.Event)
 
     def open(self) -> None:
         """Open a pidfd for every process, and an event descriptor for `end_all_waits`."""

@@ -29,7 +29,7 @@ from typing import Any
 
 import attrs
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.distributed.error_file import write_torchrun_error_file
 from drawloom.components.distributed.launch_store import Failure, call_store_with_timeout, claim_first_failure
 from drawloom.components.distributed.peer_processes import PeerProcesses
@@ -132,15 +132,15 @@ class RankMonitor:
     is_broken: bool = False
     is_recovering: bool = False
 
-    _main: int = attrs.field(init=False, factory=threading.get_ident)
-    _blocked: dict[int, str] = attrs.field(init=False, factory=dict)  # by thread
-    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
-    _deadline: float = attrs.field(init=False, default=math.inf)
-    _processes: PeerProcesses = attrs.field(init=False, factory=PeerProcesses)
-    _heard: dict[int, tuple[int, float]] = attrs.field(init=False, factory=dict)  # heartbeats, and seconds since
-    _beaten: float = attrs.field(init=False, default=-math.inf)
-    _closing: threading.Event = attrs.field(init=False, factory=threading.Event)
-    _thread: threading.Thread | None = attrs.field(init=False, default=None)
+    _main: int = internal(factory=threading.get_ident)
+    _blocked: dict[int, str] = internal(factory=dict)  # by thread
+    _lock: threading.Lock = internal(factory=threading.Lock)
+    _deadline: float = internal(math.inf)
+    _processes: PeerProcesses = internal(factory=PeerProcesses)
+    _heard: dict[int, tuple[int, float]] = internal(factory=dict)  # heartbeats, and seconds since
+    _beaten: float = internal(-math.inf)
+    _closing: threading.Event = internal(factory=threading.Event)
+    _thread: threading.Thread | None = internal(None)
 
     def start(self) -> None:
         """Watch the peers' processes, and start to answer requests."""

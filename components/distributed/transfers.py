@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.ports import Copies, Ticket
 
 MIN_SLAB_BYTES = 2**26
@@ -33,8 +33,8 @@ class DeviceTransfers:
     """
 
     device: torch.device
-    _streams: dict[str, Any] = attrs.field(init=False, factory=dict)
-    _registered: list[Tensor] = attrs.field(init=False, factory=list)
+    _streams: dict[str, Any] = internal(factory=dict)
+    _registered: list[Tensor] = internal(factory=list)
 
     def allocate_pinned_host_memory(self, size: int) -> Tensor:
         if size > (total := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):

@@ -21,7 +21,7 @@ from drawloom.components.export.shard_writer import (
     parameters_by_name,
     write_safetensors_folder_collectively,
 )
-from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.durable_files import read_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.strict_json import parse_strict_json
@@ -39,8 +39,7 @@ from drawloom.components.weights.dequantized import (
     find_multimodal_prefixes,
     to_multimodal_name,
 )
-from drawloom.components.weights.mapper import parallel, select_outputs, sequential
-from drawloom.components.weights.mapper_ops import identity, rename
+from drawloom.components.weights.mapper import identity, parallel, rename, select_outputs, sequential
 from drawloom.components.weights.save import PlannedFile
 from drawloom.ports import (
     LOSS,

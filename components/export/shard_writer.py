@@ -13,9 +13,8 @@ from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ra
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
 from drawloom.components.storage.temp_folders import TempFolder, create_temp_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.convert import stream_converted_tensors
-from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import to_dtype
+from drawloom.components.weights.load import stream_converted_tensors
+from drawloom.components.weights.mapper import parallel, sequential, to_dtype
 from drawloom.components.weights.save import (
     PlannedFile,
     check_storable,

@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.experts import Experts
-from drawloom.components.model.decoder.router import Router
+from drawloom.components.model.decoder.experts import Experts, Router
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.data_shard import find_untied_heads
 from drawloom.kernels.weight_formats.eager import ComputeFormat

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from drawloom import UserError
-from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
+from drawloom.components.storage.durable_files import create_folder_unless_link, open_to_append
 from drawloom.graph.cli.terminal import Stream, print_escaped_text
 from drawloom.ports import PRINTED, Mesh, Processes, RunFolder, is_marked
 

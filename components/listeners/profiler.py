@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from drawloom import Every, at_least, component, internal, setting
-from drawloom.components.storage.regular_file import create_folder_unless_link
+from drawloom.components.storage.durable_files import create_folder_unless_link
 from drawloom.ports import Device, Event, Mesh, RunFolder, Stages, Step
 
 log = logging.getLogger("drawloom.run")

@@ -16,9 +16,13 @@ from drawloom.components.loss.next_token import NextToken
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource
-from drawloom.components.weights.convert import persistent_tensors, stream_converted_tensors
 from drawloom.components.weights.heads import find_model_folder
-from drawloom.components.weights.load import find_wrong_shapes, open_dequantized_source
+from drawloom.components.weights.load import (
+    find_wrong_shapes,
+    open_dequantized_source,
+    persistent_tensors,
+    stream_converted_tensors,
+)
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.ports import (
     LOSS,

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from drawloom import NodeView, Problem, UserError, at_least, component, setting
 from drawloom.components.loss.pairwise import PairInputs, sum_by_answer
-from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.heads import find_model_folder, find_score_head_rows, read_score_head
-from drawloom.components.weights.mapper_ops import distribute_like
+from drawloom.components.weights.load import convert_tensors
+from drawloom.components.weights.mapper import distribute_like
 from drawloom.graph import component_base_class
 from drawloom.ports import SCORE, Head, LanguageModel, LossSums, Mesh, TokenBatch
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor_ranks import ALONE, TensorParallel, TensorRanks
+from drawloom.components.parallel.tensor_ranks import ALONE, SplitDim, TensorParallel, TensorRanks
 from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
 from drawloom.ports import (
     BIAS_ROLE,

@@ -28,8 +28,7 @@ from drawloom.components.model.fallback.module import (
     first_config_value,
     mask_layer_number,
 )
-from drawloom.components.weights.convert import persistent_tensors
-from drawloom.components.weights.load import open_and_check_folder
+from drawloom.components.weights.load import open_and_check_folder, persistent_tensors
 from drawloom.ports import (
     ConfigJson,
     ForwardFlops,

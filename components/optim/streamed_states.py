@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.optim.host_states import ALIGNMENT, SLOTS
 from drawloom.kernels.adamw.eager import ALL, PER_DRAW, ParamState
 from drawloom.ports import Ticket, Transfers
@@ -31,9 +31,9 @@ class Slots:
     transfers: Transfers
     device: torch.device
     size: int
-    memory: list[Tensor] = attrs.field(init=False, factory=list)
-    free: list[Ticket] = attrs.field(init=False, factory=list)
-    _next: int = attrs.field(init=False, default=0)
+    memory: list[Tensor] = internal(factory=list)
+    free: list[Ticket] = internal(factory=list)
+    _next: int = internal(0)
 
     def allocate_slots(self) -> None:
         """Allocate the memory."""

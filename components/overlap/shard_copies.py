@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from drawloom import NodeView, Problem, component, internal
 from drawloom.components.overlap.shifts import ALIGNMENT, CopyStream
-from drawloom.components.parallel.shard_transfers import StartedGather, choose_gradient_message_dtype
-from drawloom.components.parallel.shard_unit import ShardUnit
-from drawloom.components.parallel.sliced_store import count_largest_unit
+from drawloom.components.parallel.fsdp import count_largest_unit
+from drawloom.components.parallel.shard_unit import ShardUnit, StartedGather, choose_gradient_message_dtype
 from drawloom.ports import (
     Group,
     MemoryKind,

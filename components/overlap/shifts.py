@@ -25,7 +25,6 @@ class Shifts(Protocol):
 
     def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> Pending:
         """Start to send a tensor to the rank `distance` further on, and to receive from the one as far behind."""
-        ...
 
 
 class CopyStream:

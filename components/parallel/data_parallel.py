@@ -94,7 +94,7 @@ class DataParallel:
         """Return the parameter store for modules on the meta device, for a plan."""
         if (ranks := self.mesh.shard_group).size == 1:
             return ParameterStore.from_modules(modules, self.precision)
-        from drawloom.components.parallel.sliced_store import SlicedStore
+        from drawloom.components.parallel.fsdp import SlicedStore
 
         return SlicedStore.from_sliced_modules(
             modules,

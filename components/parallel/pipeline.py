@@ -8,7 +8,7 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
-from drawloom import NodeView, Problem, UserError
+from drawloom import NodeView, Problem, UserError, internal
 from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.graph.lifecycle import Constrained
 from drawloom.ports import LayerRange, OuterLayersSchedule, PartitioningSchedule, PerDimension, Schedule, StageNodes
@@ -19,8 +19,8 @@ class PipelineDimension(Dimension):
     """Ranks with consecutive layers of a model; a shared parameter is copied to all its ranks."""
 
     name: ClassVar[str] = "pipeline"
-    _copies: dict[str, list[int]] = attrs.field(init=False, factory=dict)  # shapes of parameters on several ranks
-    _on_earlier_ranks: Set[str] = attrs.field(init=False, default=frozenset())
+    _copies: dict[str, list[int]] = internal(factory=dict)  # shapes of parameters on several ranks
+    _on_earlier_ranks: Set[str] = internal(frozenset())
 
     @classmethod
     def notes(cls, nodes: StageNodes) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
+from drawloom.components.parallel.tensor_ranks import SplitDim, replace_by_rank_slice
 from drawloom.ports import Dispatcher, Group, Mesh, RankSlice
 
 

@@ -66,11 +66,9 @@ class Recorded(Protocol):
     @property
     def outputs(self) -> Any:
         """Return the function's outputs, whose addresses are the same in every replay."""
-        ...
 
     def replay(self) -> None:
         """Compute the outputs from the inputs' current values."""
-        ...
 
 
 Record = Callable[[Callable[[], Any]], Recorded]
@@ -94,7 +92,7 @@ class CudaRecord:
     """CUDA graph recorder with its own stream and memory pool."""
 
     stream: torch.cuda.Stream
-    _pool: Any = attrs.field(init=False, factory=torch.cuda.graph_pool_handle)
+    _pool: Any = internal(factory=torch.cuda.graph_pool_handle)
 
     def __call__(self, run: Callable[[], Any]) -> CudaGraph:
         """Record a function's kernels as a graph."""
@@ -451,7 +449,7 @@ class CapturedRunner(StageRunner):
     graphs: StageGraphs = attrs.field(kw_only=True)
     keys: Mapping[int, GraphKey] = attrs.field(kw_only=True)
     launches_all: bool = attrs.field(kw_only=True)
-    _launched: dict[int, MicrobatchGraphs] = attrs.field(init=False, factory=dict)
+    _launched: dict[int, MicrobatchGraphs] = internal(factory=dict)
 
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None

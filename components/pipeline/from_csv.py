@@ -13,7 +13,7 @@ from pathlib import Path
 from drawloom import NodeView, Problem, UserError, component, internal, setting
 from drawloom.components.pipeline.program.notation import is_first_cell_an_action, parse_program_csv
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError, compute_timing
-from drawloom.components.storage import regular_file
+from drawloom.components.storage.durable_files import read_file
 from drawloom.ports import FORWARD, Program, iterate_actions
 
 TRAINS = ("FB", "FIW")
@@ -105,7 +105,7 @@ class FromCsv:
 def read_program_file(path: Path) -> Program:
     """Return the program in a CSV file; UserError if it can't be read or is not valid."""
     try:
-        content = regular_file.read_file(path.resolve(), MAX_TABLE_BYTES)
+        content = read_file(path.resolve(), MAX_TABLE_BYTES)
         text = content.decode("utf-8-sig")  # spreadsheets write a byte order mark
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error

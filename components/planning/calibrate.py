@@ -20,7 +20,7 @@ from drawloom.components.distributed.device_model import (
 )
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.planning.attention import AttentionFractions
-from drawloom.components.planning.recorder import PassCost, Recorder
+from drawloom.components.planning.stage_costs import PassCost, Recorder
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.kernels.attention.eager import attention_flops
 

@@ -11,7 +11,7 @@ import torch
 from drawloom import RecipeError, ResolvedRecipe, UserError, component, internal, setting
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.remedies import describe_excess
+from drawloom.components.planning.search import describe_excess
 from drawloom.components.planning.text import format_time_percentages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file

@@ -19,19 +19,26 @@ from drawloom import UserError
 from drawloom.components.distributed.device_model import FASTER_PRODUCTS
 from drawloom.components.distributed.mesh_layout import DATA
 from drawloom.components.planning.check import WARM_UP_STEPS
+from drawloom.components.planning.cost_sources import (
+    ACTION,
+    STEP,
+    Span,
+    TracedOperation,
+    find_newest_trace_files,
+    read_trace,
+)
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan
-from drawloom.components.planning.recorder import ATTENTION, ELEMENTWISE, OPERATIONS, PRODUCTS, Work, add_by_label
-from drawloom.components.planning.remedies import (
+from drawloom.components.planning.search import (
+    SCHEDULES,
     RemedyData,
     TriedPlan,
     Values,
     list_settings_against_memory,
     try_settings,
 )
-from drawloom.components.planning.search import SCHEDULES
+from drawloom.components.planning.stage_costs import ATTENTION, ELEMENTWISE, OPERATIONS, PRODUCTS, Work, add_by_label
 from drawloom.components.planning.step_time import find_busiest_rank, is_host_bound
-from drawloom.components.planning.traces import ACTION, STEP, Span, TracedOperation, find_newest_trace_files, read_trace
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.step_log import read_step_log
 from drawloom.graph.cli.result import output, output_class

@@ -11,7 +11,7 @@ from drawloom import NodeView, RecipeError, ResolvedRecipe, UserError, above, co
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.check import plan_run
 from drawloom.components.planning.plan import plan
-from drawloom.components.planning.remedies import describe_excess
+from drawloom.components.planning.search import describe_excess
 from drawloom.components.planning.text import describe_memory_choice
 from drawloom.graph.inspect.serialize import nest_groups, serialize_nodes
 from drawloom.graph.project import Recipe

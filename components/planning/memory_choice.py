@@ -18,9 +18,9 @@ from operator import and_
 import attrs
 import numpy as np
 
-from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.lowering import pair_offloaded_forward_and_backward
 from drawloom.components.pipeline.program.recomputation import ONE_OF, list_stage_choices
+from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.ports import MemoryChoice, Program, Recompute

@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.distributed.device_model import DeviceModel, get_matmul_dtype_key
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import PipelineDimension
-from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
-from drawloom.components.pipeline.program.timing import DeadlockError
+from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
 from drawloom.components.planning.attention import AttentionFractions, MicrobatchRows, estimate_attention_fractions
 from drawloom.components.planning.memory_choice import (
     HOST_FRACTIONS,
@@ -257,7 +256,7 @@ class Planner:
     objects: Mapping[str, Any]
     cache: PlanCache
     memory_limit: int
-    frozen_model_bytes_per_microbatch: int = attrs.field(init=False, default=0)  # on the last stage's rank
+    frozen_model_bytes_per_microbatch: int = internal(0)  # on the last stage's rank
 
     def plan(self) -> Plan:
         """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""

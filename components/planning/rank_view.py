@@ -11,10 +11,9 @@ import torch
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
-from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype
-from drawloom.components.parallel.sliced_store import SlicedStore, count_largest_unit
-from drawloom.components.planning.recorder import Work
-from drawloom.components.planning.stage_costs import StageCosts
+from drawloom.components.parallel.fsdp import SlicedStore, count_largest_unit
+from drawloom.components.parallel.shard_unit import choose_gradient_message_dtype
+from drawloom.components.planning.stage_costs import StageCosts, Work
 from drawloom.components.planning.step_time import ReplicaTimes
 from drawloom.ports import FrozenModel, LinearLayer, Stage
 

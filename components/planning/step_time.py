@@ -8,11 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.builders import build_forward_only_program
-from drawloom.components.pipeline.program.cost_table import CostTable
-from drawloom.components.pipeline.program.timing import compute_timing
+from drawloom.components.pipeline.program.timing import CostTable, compute_timing
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.planning.recorder import Work
-from drawloom.components.planning.stage_costs import StageCosts
+from drawloom.components.planning.stage_costs import StageCosts, Work
 from drawloom.ports import OPS, Program
 
 CONTENTION = 0.55

@@ -26,11 +26,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> NodeState:
         """Return the state needed for a bit-exact resume."""
-        ...
 
     def load_state_dict(self, state: NodeState) -> None:
         """Load a saved state. Raises KeyError or ValueError if the state does not fit the node."""
-        ...
 
 
 @runtime_checkable
@@ -51,7 +49,6 @@ class SlicedState(Protocol):
 
     def state_slices(self) -> Mapping[str, TensorSlice | None]:
         """Return this rank's slices by entry name; None for a whole entry."""
-        ...
 
 
 @port
@@ -64,7 +61,6 @@ class GrowingState(Stateful, Protocol):
 
         Tensors may be on the meta device: only their bytes are counted, by the check of free disk space.
         """
-        ...
 
 
 @port
@@ -77,7 +73,6 @@ class Durable(Protocol):
         Wait until everything written so far is on disk, or passed to a dependency: dependencies are flushed later. May
         be called from any thread.
         """
-        ...
 
 
 @port
@@ -86,11 +81,9 @@ class Restorer(Protocol):
 
     def restore(self) -> int:
         """Load the newest checkpoint into every stateful node and return its step, 0 if there is none."""
-        ...
 
     def save(self, step: Step) -> bool:
         """Save a checkpoint after a step, unless it is already saved; return False if no step is ever saved."""
-        ...
 
     def wait_until_staged(self) -> None:
         """
@@ -98,7 +91,6 @@ class Restorer(Protocol):
 
         This is for the save in progress, and for `keep_in_memory_for_joiners`.
         """
-        ...
 
     def keep_in_memory_for_joiners(self, step: Step) -> None:
         """
@@ -106,11 +98,9 @@ class Restorer(Protocol):
 
         Raises ReopenError on all ranks if processes wait to join the run. All ranks have ended the step.
         """
-        ...
 
     def recorded_step_values(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
         """Return steps with some output numbers; None replaces a number that was not finite."""
-        ...
 
 
 @port
@@ -123,7 +113,6 @@ class AfterRestore(Protocol):
 
         `restored_step` is the checkpoint's step; 0 in a new run, which restores nothing.
         """
-        ...
 
 
 @port
@@ -137,12 +126,10 @@ class Stager(Protocol):
     @property
     def makes_copies(self) -> bool:
         """Whether `stage` returns a copy; otherwise the state must not change until it is written."""
-        ...
 
     @property
     def should_synchronize_after_execute(self) -> bool:
         """Whether torch's `async_save` calls `synchronize_staging`."""
-        ...
 
     def stage(self, state_dict: NodeState) -> NodeState | Future[NodeState]:
         """
@@ -151,12 +138,9 @@ class Stager(Protocol):
 
         Raises TypeError, with the path, for a value that can't be copied.
         """
-        ...
 
     def synchronize_staging(self) -> None:
         """Wait until the state may change. Raises a failed copy's error."""
-        ...
 
     def close(self) -> None:
         """Free the copies' memory."""
-        ...

@@ -21,7 +21,6 @@ class Corpus(Protocol):
 
     def documents(self, split: Split) -> Iterator[str]:
         """Yield a split's texts."""
-        ...
 
 
 @port
@@ -34,34 +33,27 @@ class Tokenizer(Protocol):
         The number of token ids, known before `open`, because rows and models that open first check ids against
         it.
         """
-        ...
 
     @property
     def eos_id(self) -> int:
         """End-of-document token id."""
-        ...
 
     @property
     def prefix_ids(self) -> Sequence[int]:
         """Ids before a document's or prompt's text, such as a BOS token; often none."""
-        ...
 
     @property
     def suffix_ids(self) -> Sequence[int]:
         """Ids between a document's text and its `eos_id`; rarely any."""
-        ...
 
     def encode(self, text: str) -> np.ndarray:
         """Encode a text as ids, int32 (tokens,), without `prefix_ids`, `suffix_ids` and `eos_id`."""
-        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode texts, with the same result for a text as `encode`, int32 (tokens,)."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids as text; bytes that are not UTF-8 are replaced."""
-        ...
 
     def token_byte_counts(self) -> np.ndarray:
         """
@@ -69,7 +61,6 @@ class Tokenizer(Protocol):
 
         The byte counts over a text's ids add up to the text's byte count.
         """
-        ...
 
     def save(self, folder: Path) -> None:
         """
@@ -77,7 +68,6 @@ class Tokenizer(Protocol):
 
         If the folder has a model's `config.json`, transformers chooses the tokenizer's class by it.
         """
-        ...
 
 
 @runtime_checkable
@@ -87,7 +77,6 @@ class SeveralEnds(Protocol):
     @property
     def end_ids(self) -> frozenset[int]:
         """Ids at the end of a text, `eos_id` among them."""
-        ...
 
 
 def find_end_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -119,27 +108,22 @@ class ChatTokenizer(Tokenizer, Protocol):
     @property
     def chat_templates(self) -> Mapping[str, str]:
         """The tokenizer's own templates, in jinja2, by name: `tool_use` is for requests with tools, else `default`."""
-        ...
 
     @property
     def special_tokens_by_name(self) -> Mapping[str, str]:
         """The tokens that templates use by name, such as bos_token."""
-        ...
 
     @property
     def control_tokens(self) -> Sequence[str]:
         """All control tokens as text."""
-        ...
 
     def encode_with_control_tokens(self, text: str) -> np.ndarray:
         """
         Encode a text with written-out control tokens, int32 (tokens,); `encode` reads them as plain text.
         """
-        ...
 
     def decode_with_control_tokens(self, ids: Sequence[int]) -> str:
         """Decode ids as text with control tokens written out; `decode` omits them."""
-        ...
 
 
 @port
@@ -150,7 +134,6 @@ class EndsAnswers(Protocol):
     @property
     def answer_end_ids(self) -> frozenset[int]:
         """Ids to end an answer: a text's ends, and the chat template's; empty without conversations."""
-        ...
 
 
 @port
@@ -160,7 +143,6 @@ class ChatPrompts(Protocol):
     @property
     def answer_end_ids(self) -> frozenset[int]:
         """Ids to end an answer."""
-        ...
 
     def encode_messages_as_prompt(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """
@@ -168,7 +150,6 @@ class ChatPrompts(Protocol):
 
         Raises UserError if there is no chat template, or if it rejects the messages.
         """
-        ...
 
     def encode_message_after_answer(self, message: Mapping[str, Any]) -> np.ndarray:
         """
@@ -176,7 +157,6 @@ class ChatPrompts(Protocol):
 
         Raises UserError if there is no chat template, or if it rejects the message there.
         """
-        ...
 
     def check_role_after_answer(self, role: str) -> None:
         """Raise UserError if no message with this role can follow an answer. Leaves nothing open."""
@@ -208,20 +188,16 @@ class TokenDocuments(Protocol):
     @property
     def lengths(self) -> np.ndarray:
         """Token counts by document, any integer dtype (documents,)."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Digest over all ids, weights and references in order."""
-        ...
 
     def read(self, document: int, first: int, end: int) -> DocumentPart:
         """Return a document's tokens from `first` to before `end`, or to the document's end."""
-        ...
 
     def describe_origin(self, document: int) -> str:
         """Return a document's origin for messages: a file and a position in it."""
-        ...
 
 
 @port
@@ -231,16 +207,13 @@ class TokenCorpus(Protocol):
     @property
     def vocab_size(self) -> int:
         """Vocabulary size; every id is below it."""
-        ...
 
     @property
     def eos_id(self) -> int:
         """End-of-document token id, which also fills rows."""
-        ...
 
     def documents(self, split: Split) -> TokenDocuments:
         """Return a split's documents."""
-        ...
 
 
 @runtime_checkable
@@ -249,4 +222,3 @@ class KnownDocuments(Protocol):
 
     def compute_mean_document_length(self) -> float | None:
         """Return the mean token count per document; None if the data are not on this machine."""
-        ...

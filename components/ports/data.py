@@ -176,26 +176,21 @@ class PackedDataset(Protocol):
     @property
     def batch_type(self) -> type[Batch] | None:
         """The batch class, a class attribute; None if another component makes the batches."""
-        ...
 
     @property
     def length(self) -> int:
         """The sequence length: tokens in a row; 1 if rows do not consist of tokens."""
-        ...
 
     def count_rows(self, split: Split) -> int:
         """Return a split's row count."""
-        ...
 
     def fill_rate(self, split: Split) -> float:
         """
         Return the fraction of a split's positions that are not padding; 1 without rows.
         """
-        ...
 
     def batch(self, split: Split, indices: Sequence[int]) -> Batch:
         """Return the rows at these indices."""
-        ...
 
 
 @runtime_checkable
@@ -249,7 +244,6 @@ class RowsOfTokens(Protocol):
     @property
     def tokens(self) -> TokenCorpus:
         """The documents' corpus."""
-        ...
 
 
 @runtime_checkable
@@ -258,7 +252,6 @@ class TracedRows(Protocol):
 
     def describe_row_origins(self, split: Split, row: int) -> Sequence[str]:
         """Return the sources of a row's documents, in order: a file and a position, for messages."""
-        ...
 
 
 @attrs.frozen
@@ -283,11 +276,9 @@ class MeasuredRows(PackedDataset, Protocol):
 
     def row_sources(self, split: Split) -> Sequence[RowSource]:
         """Return a split's sources in row order; every row belongs to a source."""
-        ...
 
     def tokens_per_row(self, split: Split) -> np.ndarray:
         """Return token counts by row, without padding: int64 (rows,)."""
-        ...
 
 
 @port
@@ -300,7 +291,6 @@ class RowOrder(Protocol):
 
         All positions together visit every row once.
         """
-        ...
 
 
 Example = Mapping[str, Any]
@@ -324,7 +314,6 @@ class Examples(Protocol):
         A sequence is read when a row is needed, also by worker processes, to which it is pickled. Any other iterable is
         read into a list at once.
         """
-        ...
 
 
 @port
@@ -334,15 +323,12 @@ class Collator(Protocol):
     @property
     def batch_type(self) -> type[Batch]:
         """The batch class, a class attribute."""
-        ...
 
     def count_tokens(self, example: Example) -> int:
         """Return an example's token count; its row is at least as long."""
-        ...
 
     def collate(self, examples: Sequence[Example], length: int) -> Batch:
         """Return rows for examples with at most `length` tokens; token tensors are (examples, length)."""
-        ...
 
 
 @port
@@ -351,7 +337,6 @@ class TrainingData(Protocol):
 
     def next_step(self) -> list[Batch]:
         """Return this data-parallel rank's microbatches for the next step."""
-        ...
 
 
 @port
@@ -361,15 +346,12 @@ class MovableData(TrainingData, Protocol):
     @property
     def next_row_position(self) -> int:
         """The position in the order at which the next step begins."""
-        ...
 
     def skip_to_position(self, position: int) -> None:
         """Skip the rows before a position in the order; the next step begins there."""
-        ...
 
     def cumulative_tokens_by_source(self, step: int) -> Mapping[str, float]:
         """Return token counts by source in all steps up to and including `step`, without padding."""
-        ...
 
 
 @port
@@ -378,14 +360,12 @@ class ValidationData(Protocol):
 
     def count_evaluated_and_total_rows(self) -> tuple[int, int]:
         """Return (rows evaluated by all ranks together, rows to choose from)."""
-        ...
 
     def batches(self) -> Iterator[Batch]:
         """
         Yield this data-parallel rank's microbatches; their number is equal on all ranks, which may wait for one
         another.
         """
-        ...
 
 
 @port
@@ -394,7 +374,6 @@ class TeacherPredictions(Protocol):
 
     def check_written_for_rows(self, identity: Mapping[str, Any]) -> None:
         """Raise UserError if the predictions belong to rows with another identity: fingerprints and a seed."""
-        ...
 
     def read_top_ids_and_logps(self, split: Split, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """
@@ -402,4 +381,3 @@ class TeacherPredictions(Protocol):
 
         Position i predicts token i + 1, as targets do. The last log-probability is that of all other tokens together.
         """
-        ...

@@ -56,21 +56,17 @@ class Group(Protocol):
     @property
     def rank(self) -> int:
         """This rank's index in the group, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """Rank count."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Device of exchanged tensors; others are copied there and back."""
-        ...
 
     def sum(self, tensor: Tensor) -> None:
         """All-reduce a tensor, in place and with any shape, to the sum over ranks."""
-        ...
 
     def start_sum(self, tensor: Tensor) -> "Pending":
         """
@@ -78,45 +74,36 @@ class Group(Protocol):
 
         The tensor must not be used until the sum is completed.
         """
-        ...
 
     def max(self, tensor: Tensor) -> None:
         """All-reduce a tensor, in place and with any shape, to the maximum over ranks."""
-        ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """
         Copy the tensor on the group's rank `source` into all other ranks' tensors; shapes and dtypes are equal.
         """
-        ...
 
     def gather_json(self, value: Any) -> list[Any]:
         """All-gather a JSON value, and return all values in rank order."""
-        ...
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather tensors with one shape (...) and dtype: (size, ...), in rank order."""
-        ...
 
     def start_gather(self, tensor: Tensor) -> "tuple[Tensor, Pending]":
         """Start `gather` for a tensor on the ranks' device; its result must not be used until it is completed."""
-        ...
 
     def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         """
         All-gather tensors with one dtype and dimension count, but different shapes (...); return them in rank order.
         """
-        ...
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         """
         Sum `parts`, (size, ...), over ranks, and return this rank's part (...).
         """
-        ...
 
     def start_reduce_scatter(self, parts: Tensor) -> "tuple[Tensor, Pending]":
         """Start `reduce_scatter` on the ranks' device; its result must not be used until it is completed."""
-        ...
 
     def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> "Pending":
         """
@@ -125,7 +112,6 @@ class Group(Protocol):
 
         Both are contiguous and on the ranks' device, with one shape and dtype, and must not be used until then.
         """
-        ...
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """
@@ -133,12 +119,10 @@ class Group(Protocol):
 
         rows: (sum(sent), ...); the first sent[0] rows go to rank 0, and received[0] rows come from it. Counts may be 0.
         """
-        ...
 
     @property
     def may_break(self) -> bool:
         """Whether the run survives a lost rank; collectives on a GPU then have wrong results, and raise nothing."""
-        ...
 
     def raise_if_broken(self) -> None:
         """
@@ -146,7 +130,6 @@ class Group(Protocol):
 
         Long computations call this between their parts: their result would be of no use.
         """
-        ...
 
     def wait_and_raise_if_broken(self) -> None:
         """
@@ -154,7 +137,6 @@ class Group(Protocol):
 
         If results may be wrong without an error, this waits for the rank's device.
         """
-        ...
 
     def allocate_symmetric_memory(self, size: int) -> "SymmetricMemory":
         """
@@ -162,7 +144,6 @@ class Group(Protocol):
 
         Raises UserError if ranks can't reach one another's memory, for example on several hosts.
         """
-        ...
 
 
 class SymmetricMemory(Protocol):
@@ -171,11 +152,9 @@ class SymmetricMemory(Protocol):
     @property
     def parts(self) -> Sequence[Tensor]:
         """Memory by rank, in rank order: uint8 (bytes,) with equal sizes; this rank's memory is local."""
-        ...
 
     def barrier(self) -> None:
         """Wait until all ranks call this; later reads see all earlier writes. On a GPU only the stream waits."""
-        ...
 
 
 class Pending(Protocol):
@@ -183,7 +162,6 @@ class Pending(Protocol):
 
     def is_completed(self) -> bool:
         """Return whether the transfer or the collective is completed."""
-        ...
 
     def wait(self) -> None:
         """
@@ -191,7 +169,6 @@ class Pending(Protocol):
 
         Raises UserError if the peer is gone or takes too long.
         """
-        ...
 
 
 class P2PChannel(Protocol):
@@ -204,11 +181,9 @@ class P2PChannel(Protocol):
 
     def send(self, tensor: Tensor) -> Pending:
         """Start to send a contiguous tensor, any shape and dtype."""
-        ...
 
     def receive(self, tensor: Tensor) -> Pending:
         """Start to receive into a contiguous tensor, any shape and dtype."""
-        ...
 
 
 @port
@@ -218,32 +193,26 @@ class Processes(Protocol):
     @property
     def rank(self) -> int:
         """This process's rank, from 0."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Process count."""
-        ...
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its machine, from 0."""
-        ...
 
     @property
     def local_world_size(self) -> int:
         """Process count on this machine."""
-        ...
 
     @property
     def node_rank(self) -> int:
         """This machine's index in the launch, from 0."""
-        ...
 
     @property
     def node_count(self) -> int:
         """Machine count."""
-        ...
 
     def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
         """
@@ -251,7 +220,6 @@ class Processes(Protocol):
 
         The sets are disjoint and contain every rank. All processes make the same groups in the same order.
         """
-        ...
 
     def open_channel(self, name: str, first: int, second: int) -> P2PChannel:
         """
@@ -260,7 +228,6 @@ class Processes(Protocol):
         `first` and `second` are the two ranks. Both call this with the same arguments; ranks that make several channels
         follow one order, or they deadlock.
         """
-        ...
 
     def make_control_group(self, name: str) -> Group:
         """
@@ -268,22 +235,18 @@ class Processes(Protocol):
 
         The group has no timeout. All processes make the same groups in the same order.
         """
-        ...
 
     @property
     def survives_rank_losses(self) -> bool:
         """Whether the run continues after a loss."""
-        ...
 
     @property
     def generation(self) -> int:
         """How often processes have left or joined the run; with the first, the mesh's replica count may differ."""
-        ...
 
     @property
     def remaining_shards(self) -> int | None:
         """The number of shards that are left in a replica, in place of the mesh's `data_shard`; None if all are."""
-        ...
 
     def set_replica_shape(self, stages: int, shards: int, shard_size: int, expert: int) -> None:
         """
@@ -292,23 +255,18 @@ class Processes(Protocol):
         It has `stages` pipeline stages of `shards` shards (`data_shard`) with `shard_size` ranks. Experts are
         partitioned over `expert` ranks.
         """
-        ...
 
     def can_grow_with_spares(self) -> bool:
         """Return whether enough processes wait to join; False on all ranks but the first."""
-        ...
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout for collectives and transfers, in existing and future groups."""
-        ...
 
     def record_step_and_phase(self, location: str) -> None:
         """Record what this rank is doing, a step and a phase, for messages about hangs and failures."""
-        ...
 
     def diagnose_hang(self) -> str:
         """Return a message that names the ranks for which others wait, or "" if unknown. Takes about a second."""
-        ...
 
     def fail_ranks_and_must_exit(self, text: str) -> bool:
         """
@@ -316,7 +274,6 @@ class Processes(Protocol):
 
         If the run survives losses, only the ranks end for which the others wait.
         """
-        ...
 
 
 @port
@@ -325,7 +282,6 @@ class ReplicaLimit(Protocol):
 
     def supports_replica_count(self, count: int) -> bool:
         """Return whether `count` data-parallel ranks (DDP × FSDP) can share the work; called before the node opens."""
-        ...
 
 
 @port
@@ -335,12 +291,10 @@ class Mesh(Protocol):
     @property
     def world(self) -> Group:
         """All ranks."""
-        ...
 
     @property
     def replica_group(self) -> Group:
         """The ranks with the same parameters as this rank and other data: DDP's replicas."""
-        ...
 
     def group(self, *dimensions: str) -> Group:
         """
@@ -348,76 +302,62 @@ class Mesh(Protocol):
 
         The first call makes the group. All its ranks request their groups in the same order.
         """
-        ...
 
     def create_torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         """
         Return torch's DeviceMesh with one dimension per argument: the ranks in `group(*names)` for the argument's
         names.
         """
-        ...
 
     @property
     def sizes(self) -> PerDimension:
         """Rank counts by dimension."""
-        ...
 
     @property
     def indices(self) -> PerDimension:
         """This rank's index by dimension."""
-        ...
 
     @property
     def pipeline_group(self) -> Group:
         """The ranks with the other layers in this rank's model copy (pipeline parallelism)."""
-        ...
 
     @property
     def context_group(self) -> Group:
         """The ranks with other tokens from the same rows (context parallelism)."""
-        ...
 
     @property
     def tensor_group(self) -> Group:
         """The ranks that share every matrix product with this rank (tensor parallelism)."""
-        ...
 
     @property
     def expert_group(self) -> Group:
         """The ranks with other experts from the same layers (expert parallelism)."""
-        ...
 
     @property
     def data_group(self) -> Group:
         """The ranks with other tokens, over which losses and token counts are summed."""
-        ...
 
     @property
     def shard_group(self) -> Group:
         """The ranks over which FSDP (ZeRO) shards parameters; every rank gathers all parameters for its own tokens."""
-        ...
 
     @property
     def model_copy_group(self) -> Group:
         """The ranks that together have one model copy."""
-        ...
 
     @property
     def expert_data_group(self) -> Group:
         """The ranks with the same experts and other tokens."""
-        ...
 
     @property
     def data_tensor_group(self) -> Group:
         """The ranks with the same layers: `data_group`, joined with its ranks' `tensor_group`."""
-        ...
 
     def open_channels(self, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
         """
         Return this rank's channels for `edges`, pairs of pipeline ranks, by the peer's index; a collective of all
         ranks.
         """
-        ...
 
 
 @port
@@ -427,21 +367,17 @@ class Device(Protocol):
     @property
     def device(self) -> torch.device:
         """This rank's device."""
-        ...
 
     @property
     def backend(self) -> str:
         """Backend for torch.distributed: `gloo` or `nccl`."""
-        ...
 
     @property
     def shares_gpu(self) -> bool:
         """Whether processes on this machine share GPUs."""
-        ...
 
     def get_peak_memory_so_far(self) -> int:
         """Return this process's peak memory so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""
-        ...
 
 
 @port
@@ -451,27 +387,22 @@ class Precision(Protocol):
     @property
     def parameter(self) -> torch.dtype:
         """Dtype for parameters in the optimizer and in checkpoints: the master weights, if `compute` is narrower."""
-        ...
 
     @property
     def compute(self) -> torch.dtype:
         """Dtype for activations, and for the parameter copies that layers multiply with."""
-        ...
 
     @property
     def gradient(self) -> torch.dtype:
         """Dtype for gradients, which are summed over a step's microbatches (gradient accumulation)."""
-        ...
 
     @property
     def reduce(self) -> torch.dtype:
         """Smallest dtype for sums over ranks: wider numbers keep their own dtype."""
-        ...
 
     @property
     def uncast(self) -> Sequence[str]:
         """Name patterns (fnmatch) for parameters that layers use in the parameter dtype."""
-        ...
 
 
 @port
@@ -480,8 +411,6 @@ class Reduce(Protocol):
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Sum a float64 tensor over ranks, any shape, into a new tensor."""
-        ...
 
     def max_over_ranks(self, value: Tensor) -> Tensor:
         """Reduce a float64 tensor to its maximum over ranks, any shape, in a new tensor."""
-        ...

@@ -36,7 +36,6 @@ class Dispatcher(Protocol):
         choice; probabilities: (tokens, choices), at least float32. If several ranks share the experts, all of them call
         this and `combine` in the same order, also without tokens.
         """
-        ...
 
 
 @port
@@ -46,7 +45,6 @@ class RowLimit(Protocol):
     @property
     def graph_values(self) -> object:
         """Values in CUDA graphs from their recording; equal on all ranks."""
-        ...
 
     def grow_if_rows_were_dropped(self) -> bool:
         """
@@ -54,7 +52,6 @@ class RowLimit(Protocol):
 
         The gradients of such passes are wrong; they are not finite.
         """
-        ...
 
 
 @runtime_checkable
@@ -91,19 +88,15 @@ class ExpertRouter(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the router's parameters, like `nn.Module.parameters`."""
-        ...
 
     def choose_experts(self, scores: Tensor) -> Tensor:
         """Choose experts by scores (..., experts), plus bias: int64 (..., choices); features replace this method."""
-        ...
 
     def add_routing_observer(self, observer: ObserveRouting) -> None:
         """Call `observer` once per microbatch in training's forward passes from now on."""
-        ...
 
     def remove_routing_observer(self, observer: ObserveRouting) -> None:
         """Stop calling `observer`."""
-        ...
 
 
 def find_routers(stages: Stages) -> dict[str, ExpertRouter]:

@@ -31,7 +31,6 @@ class PeerExchange(Protocol):
         values: hidden states (tokens, width), and optionally scalars and choices (tokens, top_k); own_slots: the same
         tensors in this rank's memory, (slots, ...). Unused slots get choice -1.
         """
-        ...
 
     def limit_routes_and_flag_overflow(
         self, routes: Routes, row_limit: int, peak_rows: Tensor
@@ -42,7 +41,6 @@ class PeerExchange(Protocol):
 
         peak_rows: int32 (1,), the maximum number of rows before the limit; it is updated in place.
         """
-        ...
 
     def localize_choices(self, chosen: PeerTensors, first: int, experts: int) -> Tensor:
         """
@@ -51,7 +49,6 @@ class PeerExchange(Protocol):
 
         chosen: int32 (slots, top_k) on every rank, -1 in unused slots.
         """
-        ...
 
     def read_rows_and_scalars(
         self, tokens: PeerTensors, scalars: PeerTensors | None, routes: Routes
@@ -62,7 +59,6 @@ class PeerExchange(Protocol):
         tokens: (slots, width) on every rank; scalars: (slots, top_k) on every rank. `routes` determines the row count;
         unused rows have undefined contents.
         """
-        ...
 
     def publish_token_sums(
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None
@@ -74,7 +70,6 @@ class PeerExchange(Protocol):
 
         dest_row: int32 (tokens, top_k), a choice's row.
         """
-        ...
 
     def read_token_sums_and_scalars(
         self, staged: PeerTensors, by_choice: PeerTensors | None, chosen: Tensor, first: int, experts: int
@@ -87,7 +82,6 @@ class PeerExchange(Protocol):
         slots, top_k) on every rank; chosen: integers (tokens, top_k), -1 for dropped choices. Every rank has `experts`
         experts.
         """
-        ...
 
 
 @runtime_checkable
@@ -112,45 +106,36 @@ class Kernels(Protocol):
 
     def import_operations(self) -> None:
         """Import all operations, whose modules are imported at their first use: torch.compile can't follow imports."""
-        ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
         Return x @ weight.T + bias: x (..., inputs), weight (outputs, inputs), bias (outputs,), result (..., outputs).
         """
-        ...
 
     def dequantize(self, stored: Tensor, weight_format: StorageFormat) -> Tensor:
         """Return the weight, bfloat16 (..., outputs, inputs), with storage (..., outputs, units)."""
-        ...
 
     def linear_quantized(
         self, x: Tensor, stored: Tensor, weight_format: StorageFormat, bias: Tensor | None = None
     ) -> Tensor:
         """Compute `linear` of bfloat16 x with a frozen weight, given as its storage (outputs, units)."""
-        ...
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return weight[tokens]: integer tokens (...), weight (vocabulary, width), result (..., width)."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
         """Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight."""
-        ...
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
     ) -> NormAndSum:
         """Return `rms_norm` of x + residual, both (..., width), and the sum."""
-        ...
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
         """Return silu(gate) * up, any shape, with vectors multiplied by their scale, if any."""
-        ...
 
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return gelu(gate) * up, of any shape, with the tanh approximation of GELU."""
-        ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         """
@@ -158,7 +143,6 @@ class Kernels(Protocol):
 
         Channel i is paired with channel i + pairs, or, if `interleaved`, channel 2 i with 2 i + 1.
         """
-        ...
 
     def qk_norm_rope(
         self,
@@ -177,7 +161,6 @@ class Kernels(Protocol):
 
         q: (rows, length, heads, head_dim); k: (rows, length, kv_heads, head_dim); the results have the same shapes.
         """
-        ...
 
     def attention_mask(
         self,
@@ -196,7 +179,6 @@ class Kernels(Protocol):
         tokens also see the cached tokens; `attention` extends the cache. `one_document_per_row` is True if every row is
         known to be one document.
         """
-        ...
 
     def attention(
         self,
@@ -214,7 +196,6 @@ class Kernels(Protocol):
         mask from `attention_mask`; result (rows, length, heads, v_dim). `sinks` (heads,) are scores for one more
         key, whose value is 0.
         """
-        ...
 
     def extend_keys(self, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """
@@ -222,7 +203,6 @@ class Kernels(Protocol):
 
         For attention outside of `attention`, which extends a cache itself. Without a cache the third is None.
         """
-        ...
 
     def choose_keys(
         self, queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
@@ -265,11 +245,9 @@ class Kernels(Protocol):
         IGNORE_INDEX. With a `part`, the weight has this rank's vocabulary rows, and losses are over the whole
         vocabulary.
         """
-        ...
 
     def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
         """Apply `swiglu` to both halves of (..., 2 * width); result (..., width)."""
-        ...
 
     def oss_swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
         """
@@ -277,36 +255,29 @@ class Kernels(Protocol):
 
         The gate is at most `limit`, and up is between -limit and limit; the result is (..., width).
         """
-        ...
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         """Return routes for integers (tokens, top_k) from 0 to num_experts - 1, or -1 for dropped choices."""
-        ...
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
         """Copy x (tokens, width) and probabilities (tokens, top_k) to rows by expert, (rows, width) and (rows,)."""
-        ...
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
         """Sum rows by token, multiplied by their probabilities if any: (tokens, width)."""
-        ...
 
     @property
     def moe_peers(self) -> PeerExchange:
         """Kernels for expert parallelism that read tokens and sums directly from other ranks' memory."""
-        ...
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         """
         Multiply rows x (rows, inputs) by their expert's matrix in (experts, inputs, outputs), or its transpose.
         """
-        ...
 
     def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
         """
         Add to each of the rows (rows, width) its expert's bias in (experts, width), times scale (rows,) if given.
         """
-        ...
 
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: StorageFormat, offsets: Tensor
@@ -315,7 +286,6 @@ class Kernels(Protocol):
         Multiply rows x (rows, inputs) by their expert's frozen weight (experts, outputs, inputs), given as its storage
         (experts, outputs, units).
         """
-        ...
 
     def recurrence_mask(
         self, documents: Tensor, part: RowPart | None = None, cache: KeyValueCache | None = None
@@ -327,7 +297,6 @@ class Kernels(Protocol):
         `part`, `documents` covers this rank's tokens, and operations exchange states between ranks. With a cache, every
         row is one document, and operations continue the cached states.
         """
-        ...
 
     def causal_conv(self, x: Tensor, weight: Tensor, mask: Any, silu: bool = True) -> Tensor:
         """
@@ -335,7 +304,6 @@ class Kernels(Protocol):
 
         x (rows, length, channels), result like x; weight (channels, taps), whose last tap is for the token itself.
         """
-        ...
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
         """
@@ -345,7 +313,6 @@ class Kernels(Protocol):
         value_heads); result like v. value_heads / key_heads consecutive value heads share a key head. If g is (rows,
         length, value_heads, K), every key channel of the state has a decay of its own.
         """
-        ...
 
     def state_space(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Any) -> Tensor:
         """
@@ -353,4 +320,3 @@ class Kernels(Protocol):
 
         Inputs have the shapes of `gated_delta_rule`'s, and g is by value head.
         """
-        ...

@@ -59,7 +59,6 @@ class CountsFlops(Protocol):
 
     def forward_flops(self, span: "LayerRange | None" = None) -> ForwardFlops:
         """Return the operations in a span's forward pass; default: in the whole model's, including its head."""
-        ...
 
 
 @runtime_checkable
@@ -68,11 +67,9 @@ class LayeredLoss(Protocol):
 
     def count_forward_flops(self, model: CountsFlops) -> ForwardFlops:
         """Return the operations in the forward passes of the model and the layers."""
-        ...
 
     def extend_export(self, mapper: Mapper, config: ConfigJson) -> Mapper:
         """Return a folder's mapper, with parameters as inputs, and the layers'; set the layers' keys in the config."""
-        ...
 
 
 def count_flops_with_loss(model: CountsFlops, loss: object) -> ForwardFlops:
@@ -86,7 +83,6 @@ class UpdateFlops(Protocol):
 
     def count_update_flops(self) -> float:
         """Return the floating-point operations per update on this rank, in bfloat16; works before `open`."""
-        ...
 
 
 @runtime_checkable
@@ -95,7 +91,6 @@ class UpdateArithmetic(Protocol):
 
     def count_elementwise_flops_per_update(self) -> float:
         """Return the float32 operations per update on this rank, without matrix products; works before `open`."""
-        ...
 
 
 class CachedKeys(NamedTuple):
@@ -283,17 +278,14 @@ class Head(Protocol):
         factors. Both results are (rows, length), at least float32, and differentiable in hidden and in the head's
         parameters. The loss is 0 if the target is IGNORE_INDEX; the log-sum-exp is computed for all tokens.
         """
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., vocab_size), in the parameters' dtype, for hidden states (..., hidden_size)."""
-        ...
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
         """
         Average logits over the vocabulary by token: (...), at least float32; hidden (..., hidden_size).
         """
-        ...
 
     def map_logits(
         self, function: Callable[..., Tensor], hidden: Tensor, *tensors: Tensor, max_bytes: int = 2**28
@@ -305,7 +297,6 @@ class Head(Protocol):
         length, ...), and returns one number per token. A chunk's float32 logits take at most `max_bytes`, except
         for a single token. The backward pass recomputes logits, so that they never exist all at once.
         """
-        ...
 
 
 Finish = Callable[[Tensor, Head], Any]
@@ -336,7 +327,6 @@ class StorageFormat(Protocol):
         """
         Return the weight on the device from its storage, which may be elsewhere; `dequantize` gets the format's name.
         """
-        ...
 
 
 @runtime_checkable
@@ -346,15 +336,12 @@ class QuantizedFormat(StorageFormat, Protocol):
     @property
     def name(self) -> str:
         """The format's name."""
-        ...
 
     def weight_shape(self, storage: tuple[int, ...]) -> tuple[int, ...]:
         """Return the weight's shape for a storage shape."""
-        ...
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Return the storage (..., outputs, units) for a floating-point weight (..., outputs, inputs)."""
-        ...
 
 
 class StoredLayer:
@@ -382,11 +369,9 @@ class GatherEncoding(Protocol):
 
     def pack_weights(self, weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
         """Return a message, uint8 (bytes,), with flat weights (n,); weights with a row width other than 0 encoded."""
-        ...
 
     def unpack_weights(self, messages: Tensor, outputs: Sequence[Tensor], widths: Sequence[int]) -> None:
         """Fill outputs (ranks, n) from all ranks' messages, uint8 (ranks, bytes)."""
-        ...
 
 
 class LinearLayer:
@@ -426,7 +411,6 @@ class Model(Protocol):
     @property
     def num_hidden_layers(self) -> int:
         """Number of layers, which are partitioned over stages."""
-        ...
 
     def build(self, span: LayerRange) -> nn.Module:
         """
@@ -435,7 +419,6 @@ class Model(Protocol):
         A submodule that owns buffers fills them in `reset_parameters()`, because they have no values on the meta
         device.
         """
-        ...
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """
@@ -443,7 +426,6 @@ class Model(Protocol):
 
         Layers are units for blockwise work, such as gathering sharded parameters (FSDP) or activation checkpointing.
         """
-        ...
 
     def initialize_parameter(
         self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
@@ -454,7 +436,6 @@ class Model(Protocol):
         An element depends only on the seed, the parameter's name and the element's index, and is bitwise equal on every
         device and for every slice.
         """
-        ...
 
 
 @port
@@ -465,20 +446,16 @@ class LanguageModel(Model, Protocol):
     @property
     def vocab_size(self) -> int:
         """Vocabulary size: the embedding's row count."""
-        ...
 
     @property
     def max_sequence_length(self) -> int | None:
         """Maximum sequence length for the model's positions; None without a limit."""
-        ...
 
     def hugging_face_config(self) -> dict[str, Any]:
         """Return the equivalent model's `config.json`, perhaps with null token ids."""
-        ...
 
     def hugging_face_mapper(self) -> Mapper:
         """Return the mapper from the whole model's parameters to Hugging Face's tensors; its inverse maps them back."""
-        ...
 
 
 @runtime_checkable
@@ -488,7 +465,6 @@ class LimitedPositions(Protocol):
     @property
     def position_count(self) -> int | None:
         """Number of learned positions, a text's greatest length; None if positions are computed."""
-        ...
 
 
 def find_length_fault(models: Mapping[str, LanguageModel], length: int) -> str:
@@ -512,7 +488,6 @@ class KeepsConfig(Protocol):
         It is unchanged if both models are equal. With `text_only` it leaves out the other parts of a larger model.
         Raises UserError if it is not a config of the model's family.
         """
-        ...
 
     def find_decoder_prefix(self, path: Path) -> str:
         """
@@ -520,7 +495,6 @@ class KeepsConfig(Protocol):
 
         It is "model.", as in this model, or another one in a multimodal model.
         """
-        ...
 
 
 @runtime_checkable
@@ -544,7 +518,6 @@ class HasCostKey(Protocol):
         Return a key: layers with equal keys and parameters of equal shapes have equal costs. None: the layer can't run
         alone, as it reads tensors of earlier layers.
         """
-        ...
 
 
 def layers_keep_shapes(model: object) -> bool:
@@ -559,7 +532,6 @@ class PretrainedModel(Protocol):
     @property
     def initial_weights(self) -> Path | None:
         """Folder with the initial weights, unless the recipe names another; None for random weights."""
-        ...
 
 
 @runtime_checkable
@@ -568,7 +540,6 @@ class UncastParameters(Protocol):
 
     def uncast_parameter_patterns(self) -> Sequence[str]:
         """Return name patterns (fnmatch) for parameters without a cast to the compute dtype."""
-        ...
 
 
 @runtime_checkable
@@ -578,7 +549,6 @@ class ClassifiableModel(Protocol):
     @classmethod
     def has_sequence_classifier(cls, node: Any) -> bool:
         """Return whether AutoModelForSequenceClassification loads an export of a node's model."""
-        ...
 
 
 @runtime_checkable
@@ -588,7 +558,6 @@ class ModelWithoutExport(Protocol):
     @classmethod
     def explain_missing_export(cls, node: Any) -> str:
         """Return why a node's model can't be exported, as the end of a sentence."""
-        ...
 
 
 @runtime_checkable
@@ -598,7 +567,6 @@ class ExpertModel(Protocol):
     @classmethod
     def expert_count(cls, node: Any) -> int:
         """Return the expert count per layer from a node's settings; 0 for a model without experts."""
-        ...
 
 
 @runtime_checkable
@@ -611,7 +579,6 @@ class SplitModel(Protocol):
         Yield reasons, as ends of a sentence, why `ranks` ranks (or stages) along a mesh's dimension can't split a
         node's model: its products along `tensor`, rows along `context`, layers along `pipeline`.
         """
-        ...
 
 
 @runtime_checkable
@@ -621,7 +588,6 @@ class KnownModule(Protocol):
     @classmethod
     def build_meta_module(cls, node: Any) -> nn.Module | None:
         """Return the whole model on the meta device, from a node's settings; None if the settings are invalid."""
-        ...
 
 
 def build_meta_module_if_known(node: Any) -> nn.Module | None:
@@ -635,4 +601,3 @@ class BufferOwner(Protocol):
 
     def reset_parameters(self) -> None:
         """Fill the module's parameters and buffers in place with their initial values."""
-        ...

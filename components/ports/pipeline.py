@@ -1,18 +1,37 @@
-"""Ports for pipeline schedules and their executor, and the losses that the executor writes into a step's state."""
+"""Ports for pipeline schedules and their executor, for features around passes, and for the losses in a step's state."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.features import Feature, WrappingOrder
 from drawloom.components.ports.model import BatchContext, Finish, Head, TokenContext
-from drawloom.components.ports.program import Program
+from drawloom.components.ports.program import Action, Program
+from drawloom.components.ports.stages import Shards, Stage, Stages
 from drawloom.components.ports.tracking import METRIC_TOTALS
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import Spec
-from drawloom.graph import port
+from drawloom.graph import Problem, port
+from drawloom.graph.wiring.node import NodeView
+
+
+@runtime_checkable
+class RecordableFinish(Protocol):
+    """
+    `Finish` as a tree (`components/state/trees.py`): a recorded pass copies the tensors in it, and calls it.
+
+    Its other values are equal in all passes over one token after the same cache.
+    """
+
+    is_recordable: ClassVar[bool]
+
+    def __call__(self, hidden: Tensor, head: Head) -> Any:
+        """Return a tree of tensors, without reading a tensor's value on the host."""
 
 
 @port
@@ -21,11 +40,9 @@ class Schedule(Protocol):
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return ranks by stage; all ranks have equally many stages."""
-        ...
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """Return the ranks' actions, in order."""
-        ...
 
 
 @runtime_checkable
@@ -34,7 +51,6 @@ class PartialSchedule(Protocol):
 
     def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
         """Return `program` for the `wanted` ranks only; other ranks' actions may be missing, which saves time."""
-        ...
 
 
 @runtime_checkable
@@ -43,7 +59,6 @@ class PartitioningSchedule(Protocol):
 
     def layers_by_stage(self, ranks: int, layers: int) -> Sequence[int]:
         """Return layer counts by stage, at least 1. Raises UserError if `layers` can't be divided."""
-        ...
 
 
 @runtime_checkable
@@ -65,7 +80,6 @@ class RecomputingSchedule(Protocol):
     @property
     def recompute(self) -> Mapping[Any, Any]:
         """Costs by activation checkpointing policy; if there are none, nothing is recomputed."""
-        ...
 
 
 def chooses_recompute(schedule: object) -> bool:
@@ -83,7 +97,6 @@ class OuterLayersSchedule(Protocol):
 
     def get_pipelined_layer_count(self, ranks: int, layers: int) -> int:
         """Return the layer count over all stages. Raises UserError if `layers` can't be divided."""
-        ...
 
 
 LOSSES = "losses"
@@ -137,11 +150,9 @@ class Loss(Protocol):
     @property
     def batch_leaves(self) -> tuple[str, ...]:
         """Names of leaves that `inputs` and `loss` read, as a class attribute."""
-        ...
 
     def inputs(self, batch: Any) -> tuple[Any, BatchContext]:
         """Return the first stage's input (token ids (rows, length) for a decoder) and the context for all stages."""
-        ...
 
     def loss(self, hidden: Any, head: Any, batch: Any) -> LossSums:
         """
@@ -153,7 +164,6 @@ class Loss(Protocol):
         must be a sum over rows or tokens, weighted by `batch.weights`. All microbatches have the same named sums. A
         name such as `largest_norm` is a maximum, over all microbatches.
         """
-        ...
 
 
 @runtime_checkable
@@ -190,7 +200,6 @@ class Referenced(Protocol):
     @property
     def reference(self) -> Reference:
         """Where the reference values come from."""
-        ...
 
     def reference_values(self, hidden: Tensor, head: Head, batch: Any) -> Any:
         """
@@ -199,11 +208,9 @@ class Referenced(Protocol):
         hidden: the other model's last hidden states (rows, length, hidden_size); head: its head, which stays valid for
         the step. Called without gradients; `batch` has no reference values.
         """
-        ...
 
     def with_reference(self, batch: Any, values: Any) -> Any:
         """Return the batch with the other model's values."""
-        ...
 
 
 @runtime_checkable
@@ -222,11 +229,9 @@ class MeasuresStep(Protocol):
 
         Called without gradients; `batch` has its reference values, if the loss is `Referenced`.
         """
-        ...
 
     def with_step_sums(self, batch: Any, sums: Tensor) -> Any:
         """Return the batch with the sums over the step's microbatches and ranks, float64 (sums,), for `loss`."""
-        ...
 
 
 @port
@@ -242,7 +247,6 @@ class Scorer(Protocol):
     @property
     def output_names(self) -> Sequence[str]:
         """Names of the scores of a document; several are the labels of a classifier."""
-        ...
 
     def score_tokens(self, hidden: Tensor) -> Tensor:
         """
@@ -250,7 +254,6 @@ class Scorer(Protocol):
 
         A document's scores are those of its last token. Called inside the last stage's forward pass.
         """
-        ...
 
 
 SCORE = "score.weight"
@@ -268,21 +271,17 @@ class Executor(Protocol):
         Add the summed losses' gradients to the parameters' gradients (gradient accumulation), and write `losses` into
         the state.
         """
-        ...
 
     def evaluate(self, state: StepState) -> None:
         """Run forward passes over `batches`, and write only `losses` into the state."""
-        ...
 
     def rerun_passes_for_comparison(self, state: StepState) -> None:
         """Run the forward and backward passes once more, for a comparison; routers do not count tokens again."""
-        ...
 
     def infer(self, tokens: Tensor, shared: TokenContext) -> Tensor | None:
         """
         Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank; None elsewhere.
         """
-        ...
 
     def infer_microbatches(
         self,
@@ -295,7 +294,6 @@ class Executor(Protocol):
 
         On the last stage's rank, `on_output` gets a microbatch's number and the `finish` result.
         """
-        ...
 
 
 @port
@@ -304,4 +302,146 @@ class PassObserver(Protocol):
 
     def forget_passes(self) -> None:
         """Drop what the step's passes have added, because they are repeated."""
-        ...
+
+
+PassKind = Literal["training", "evaluation", "inference"]
+"""A program's purpose: a step's passes, forward passes with the loss, or forward passes with another result."""
+
+Compute = Callable[[Tensor, Head, Any], Any]
+"""Function to call with the last hidden states, the head and the batch, in place of the loss."""
+
+Operation = Callable[[Action], None]
+"""Function to run an action."""
+
+
+@attrs.frozen
+class MicrobatchInputs:
+    """
+    Microbatch for the stages: the first stage's inputs, such as token ids, and the context for all stages.
+
+    The last stage computes the loss with `batch`; without a batch it returns `finish`'s result.
+    """
+
+    inputs: Any
+    shared: BatchContext
+    batch: Batch | None = None
+    finish: Finish | None = None
+
+
+Microbatches = Sequence[MicrobatchInputs]
+
+
+class RunnableStage(Protocol):
+    """
+    One stage's passes in a program; `split` divides its backward pass into two parts.
+
+    The last stage writes microbatch losses into `state`. Every floating-point leaf between stages is differentiable:
+    its gradient is sent back, as zeros if nothing depends on the leaf, so both ranks know the messages in advance.
+    """
+
+    stage: Stage
+    objective: Loss
+    state: StepState
+    split: bool
+    last: bool
+    """Whether this is the last stage, which has the head."""
+
+    def forward(
+        self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
+    ) -> Any:
+        """
+        Return the stage's output for a microbatch, detached from its graph: a tree of tensors, or the loss at the end.
+
+        Without a batch the last stage returns `finish`'s result for the last hidden states and the head.
+        """
+
+    def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
+        """
+        Run the whole backward pass, and return gradients for the input's floating-point leaves.
+
+        `grads` are the gradients of the output's floating-point leaves, or None for a loss, whose gradient is 1.
+        """
+
+    def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
+        """Run I: like `backward`, with weight gradients left for W. Return the input leaves' gradients."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Run W: accumulate the weight gradients, and reduce every part after `reduce_in_next_backward`."""
+
+    def list_inputs_and_outputs(self, microbatch: int) -> list[Tensor]:
+        """Return the leaves kept from a microbatch's forward pass until its backward pass."""
+
+    @property
+    def shards(self) -> Shards:
+        """The stage's shards, which gather parameters and reduce gradients; ValueError if it has none."""
+
+    def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
+        """Reduce gradients with the next backward pass; if `is_last_in_step`, they are then complete for the step."""
+
+
+class PassRun(Protocol):
+    """A program's run on this rank's stages, by number."""
+
+    kind: PassKind
+    actions: Sequence[Action]
+    microbatches: Microbatches
+    stages: Mapping[int, RunnableStage]
+
+
+class ForwardRunner(Protocol):
+    """An executor, for features with passes before its programs."""
+
+    stages: Stages
+    objective: Loss
+    mesh: Mesh
+
+    def run_forward(self, compute: Compute, microbatches: Microbatches, model: Stages | None = None) -> dict[int, Any]:
+        """
+        Run forward passes without gradients, and return `compute`'s results by microbatch on the last stage's rank; {}
+        on others.
+
+        With other stages on the same ranks as `model`, the gathered parameters of its last stage stay, with the head.
+        """
+
+
+def add_reference_values(loss: Referenced, microbatches: Microbatches, values: Mapping[int, Any]) -> Microbatches:
+    """Return microbatches with a reference model's values in their batches, if there are any on this rank."""
+    return [
+        attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, values[number])) if number in values else inputs
+        for number, inputs in enumerate(microbatches)
+    ]
+
+
+@port
+class PassFeature(Feature):
+    """
+    A feature composed around an executor's programs. Derive from this class: its members do nothing.
+
+    An executor calls a recipe's features sorted by `order`, and else in the recipe's order. It knows no feature;
+    without the node, nothing is imported.
+    """
+
+    order: ClassVar[WrappingOrder] = WrappingOrder.LAUNCH
+
+    @classmethod
+    def check_passes(cls, feature: NodeView, executor: NodeView) -> Iterator[Problem]:
+        """Yield problems if the executor can't have the feature."""
+        yield from ()
+
+    def change_program(self, program: Program) -> Program:
+        """Return the program for a training step, with other policies or stages to offload."""
+        return program
+
+    def prepare_inputs(self, microbatches: Microbatches, runner: ForwardRunner) -> Microbatches:
+        """Return microbatches with more in their batches, before training and evaluation."""
+        return microbatches
+
+    def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
+        """
+        Return the functions to run a program's actions, by op, before the first one; may assign `run.microbatches` and
+        `run.stages`.
+        """
+        return operations
+
+    def end_run(self, run: PassRun) -> None:
+        """Act after a program's last action, and before gradients go to the optimizer's parameters."""

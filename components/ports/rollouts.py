@@ -1,4 +1,4 @@
-"""Ports for reinforcement learning: prompts, sampled completions, and their rewards."""
+"""Ports for reinforcement learning: prompts, completions, rewards, and conversations with an environment."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -10,11 +10,73 @@ from torch import Tensor
 
 from drawloom.components.ports.corpus import Tokenizer, find_end_ids
 from drawloom.components.ports.data import IGNORE_INDEX, Example, TokenBatch
-from drawloom.components.ports.environments import FAULTS
 from drawloom.components.ports.model import Head
 from drawloom.components.state.batch import Batch, leaf
 from drawloom.graph import port
 from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
+
+FAULTS = (
+    "malformed_call",
+    "unknown_tool",
+    "tool_error",
+    "tool_timeout",
+    "tool_output",
+    "environment_error",
+    "max_turns",
+    "max_tokens",
+)
+"""Faults in a conversation, ordered as `Completions.faults`."""
+
+
+@attrs.frozen
+class Reply:
+    """
+    An environment's reply to a turn: its message, a reward or None, and whether the conversation is over.
+
+    `role` is the message's role in a chat template, and `faults` are kinds in FAULTS, one for every fault in the turn.
+    """
+
+    message: str
+    reward: float | None = None
+    is_done: bool = False
+    faults: Sequence[str] = ()
+    role: str = "user"
+
+
+class Episode(Protocol):
+    """A conversation. It is only used by one thread at a time."""
+
+    def step(self, text: str) -> Reply:
+        """Reply to a turn, given without its end token."""
+
+
+@port
+class Environment(Protocol):
+    """Partner for a model's turns; an example's prompt is the first message."""
+
+    @property
+    def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas for chat templates, by function; often none."""
+
+    def reset(self, example: Example) -> Episode:
+        """
+        Start a conversation about an example. Random numbers derive from the example alone.
+
+        Called from several threads. Raises UserError for an unsuitable example.
+        """
+
+
+@port
+class Tool(Protocol):
+    """A function for a model to call, with JSON values as arguments."""
+
+    @property
+    def function(self) -> Callable[..., object]:
+        """The function; its file is imported again by the process for tools."""
+
+    @property
+    def tool_schema(self) -> Mapping[str, Any]:
+        """The function's JSON schema, as chat templates expect it. Raises ValueError for an unusable signature."""
 
 
 class PromptBatch(Batch):
@@ -71,7 +133,6 @@ class Turns(Protocol):
 
     def restart_rows(self, keys: Sequence[int]) -> None:
         """Forget these rows' turns: they are sampled again from their prompts."""
-        ...
 
     def continue_rows(self, keys: Sequence[int], turns: Sequence[Sequence[int]]) -> list[list[int] | None]:
         """
@@ -79,7 +140,6 @@ class Turns(Protocol):
 
         A turn has the sampled ids with the end token. Samplers may call it for different rows from several threads.
         """
-        ...
 
 
 @attrs.frozen(eq=False)
@@ -199,7 +259,6 @@ class Rollouts(Protocol):
     @property
     def temperature(self) -> float:
         """Divisor of the logits, above 0."""
-        ...
 
     def update_weights(self, purpose: str, step: int) -> None:
         """
@@ -208,7 +267,6 @@ class Rollouts(Protocol):
         A collective over all ranks; the purpose is "train" or "validation". `step` counts the optimizer steps so far,
         and the next one.
         """
-        ...
 
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         """
@@ -217,7 +275,6 @@ class Rollouts(Protocol):
         The run's seed, `purpose`, `step` and a row's key determine its random numbers; `step` is the first to learn
         from the completions.
         """
-        ...
 
 
 ONE_STEP_ROLLOUT = {"minibatches": 1, "epochs": 1, "lag": 0}
@@ -236,7 +293,6 @@ class SamplesInBackground(Protocol):
 
         None if the sampler needs the training stages: call `sample`.
         """
-        ...
 
 
 @attrs.frozen
@@ -263,13 +319,11 @@ class Reward(Protocol):
     @property
     def weight(self) -> float:
         """Factor in the sum over all rewards; negative for a penalty."""
-        ...
 
     def scores(self, answers: Sequence[Answer]) -> Sequence[float | None]:
         """
         Return a score by answer, None if it can't be scored. Raises UserError for an example it can't use.
         """
-        ...
 
 
 @runtime_checkable
@@ -278,7 +332,6 @@ class ReadsExamples(Protocol):
 
     def check_example(self, example: Example) -> None:
         """Raise UserError, with its source, for an example without a key, or with another value."""
-        ...
 
 
 @runtime_checkable
@@ -287,7 +340,6 @@ class ReadableBeforeOpen(Protocol):
 
     def read_before_open(self) -> Iterable[Example]:
         """Yield the examples of all splits, with their `source`, lazily."""
-        ...
 
 
 @attrs.frozen
@@ -315,7 +367,6 @@ class RewardEvaluation(Protocol):
 
         Ranks have equally many batches. Raises UserError for batches without prompts. A collective.
         """
-        ...
 
 
 class RowGrowth(NamedTuple):
@@ -332,7 +383,6 @@ class MakesRows(Protocol):
     @classmethod
     def predict_row_growth(cls, node: Any) -> RowGrowth:
         """Predict the growth from a node's settings."""
-        ...
 
 
 @attrs.frozen(eq=False)

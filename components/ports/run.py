@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import internal
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, above, port, setting
@@ -90,17 +91,14 @@ class RunInfo(Protocol):
     @property
     def name(self) -> str:
         """The run's name."""
-        ...
 
     @property
     def seed(self) -> int:
         """Seed from which all random numbers derive."""
-        ...
 
     @property
     def folder_path(self) -> Path:
         """The run folder's path; to write into it, use the port RunFolder."""
-        ...
 
 
 @port
@@ -110,7 +108,6 @@ class RunFolder(Protocol):
     @property
     def folder(self) -> Path:
         """The run folder's path."""
-        ...
 
 
 @port
@@ -119,7 +116,6 @@ class EnvironmentSource(Protocol):
 
     def list_versions_and_choices(self) -> Mapping[str, str]:
         """Return versions and choices by name, such as the GPU or a kernel; called on an open node."""
-        ...
 
 
 def _as_state(values: "StepState | Mapping[str, Any]") -> StepState:
@@ -157,8 +153,8 @@ class Step:
     defers_scaling: bool = False
     epochs: tuple[Fraction, Fraction] = (Fraction(), Fraction())
     stop_reason: str = ""
-    _skip_reasons: list[Callable[[], str]] = attrs.field(init=False, factory=list)
-    _deferred: list[tuple[Callable[[Tensor], object], Tensor]] = attrs.field(init=False, factory=list)
+    _skip_reasons: list[Callable[[], str]] = internal(factory=list)
+    _deferred: list[tuple[Callable[[Tensor], object], Tensor]] = internal(factory=list)
 
     @property
     def is_last(self) -> bool:
@@ -266,7 +262,6 @@ class Phase(Protocol):
 
     def run_phase(self, step: Step) -> None:
         """Run this phase for a step."""
-        ...
 
 
 @runtime_checkable
@@ -300,7 +295,6 @@ class SavingPhase(Protocol):
 
     def saves_after(self, step: Step) -> bool:
         """Return whether `run_phase` saves in this step; the result is equal on all ranks."""
-        ...
 
 
 @runtime_checkable
@@ -313,7 +307,6 @@ class StoppingPhase(Protocol):
 
         The trainer asks before the first step: an ended run trains no further, unless its recipe allows more.
         """
-        ...
 
 
 @runtime_checkable
@@ -323,12 +316,10 @@ class PlannedPhase(Protocol):
     @classmethod
     def depends_on_total_steps(cls, node: Any) -> bool:
         """Return whether a different step count would change any step's value."""
-        ...
 
     @classmethod
     def check_total_steps(cls, node: Any, total: int) -> Iterator[Problem]:
         """Yield problems with the node's settings in a run with `total` steps."""
-        ...
 
 
 # All arithmetic with batch sizes is behind this port, so that no component divides by the world size itself.
@@ -341,32 +332,26 @@ class Batching(Protocol):
         """
         Rows in a step over all data-parallel ranks: the global batch size. If the batch size grows, its final value.
         """
-        ...
 
     @property
     def micro_size(self) -> int:
         """Rows in a microbatch."""
-        ...
 
     @property
     def dp_size(self) -> int:
         """Data-parallel size: the number of ranks that divide a step's rows."""
-        ...
 
     @property
     def dp_rank(self) -> int:
         """Data-parallel rank: this rank's index among the data-parallel ranks, from 0."""
-        ...
 
     def first_row_position(self, step: int) -> int:
         """
         Return the position in the endless row order where `step` (from 1) begins: the row count in all earlier steps.
         """
-        ...
 
     def microbatch_row_positions(self, step: int) -> list[list[int]]:
         """Return this rank's microbatches in a step (from 1) as lists of positions in the endless row order."""
-        ...
 
 
 def choose_micro_size(sizes: Sequence[int], limit: int, replicas: int) -> int:
@@ -382,11 +367,9 @@ class EpochCounter(Protocol):
     @property
     def rows_per_epoch(self) -> int:
         """Rows in an epoch."""
-        ...
 
     def count_epochs_after(self, step: int) -> Fraction:
         """Return the exact number of epochs in all steps up to and including this one; 0 for step 0."""
-        ...
 
 
 EventKind = Literal[
@@ -420,7 +403,6 @@ class Listener(Protocol):
 
     def on_event(self, event: Event) -> None:
         """Handle an event."""
-        ...
 
 
 @runtime_checkable
@@ -441,7 +423,6 @@ class Events(Protocol):
 
     def emit(self, event: Event) -> None:
         """Send an event to all listeners for its kind."""
-        ...
 
 
 FILES = "files"
@@ -456,7 +437,6 @@ class ReadsFiles(Protocol):
 
     def list_input_files(self) -> Mapping[str, Sequence[Path]]:
         """Return the existing files that this node reads, by setting; the run folder keeps copies."""
-        ...
 
 
 @port
@@ -465,7 +445,6 @@ class Randomness(Protocol):
 
     def stream(self, *purpose: str | int) -> torch.Generator:
         """Return a CPU generator determined by the run's seed and `purpose`."""
-        ...
 
 
 class StoppedError(BaseException):
@@ -486,11 +465,9 @@ class Stop(Protocol):
 
     def agree_on_signal(self) -> int:
         """Return the signal number that any rank received, 0 if none; a collective, equal on all ranks."""
-        ...
 
     def agree_on_reason(self, reason: str) -> str:
         """Return the first rank's reason that is not empty, "" if all are; a collective, equal on all ranks."""
-        ...
 
     def raise_stopped_error_on_signal(self) -> AbstractContextManager[None]:
         """
@@ -499,7 +476,6 @@ class Stop(Protocol):
 
         A signal that any rank received earlier raises on entry, a collective.
         """
-        ...
 
 
 @port
@@ -512,11 +488,9 @@ class FinalTask(Protocol):
 
     def has_result_of_step(self, step: int) -> bool:
         """Return whether the task was completed with the weights after this step, perhaps by an earlier process."""
-        ...
 
     def run_after_training(self, step: int) -> None:
         """Run the task with the weights after this step, and replace an earlier step's result."""
-        ...
 
 
 @attrs.frozen(kw_only=True)

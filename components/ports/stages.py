@@ -1,6 +1,7 @@
-"""Ports for pipeline stages: their modules, their sharded parameters, and components that change them."""
+"""Ports for pipeline stages: their modules, the roles of parameters and how they are sharded, and adapters."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,245 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Model, list_quantized_parameter_formats
-from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.slices import ModelParameter, QuantizedParameter, RankSlice, TensorSlice
+from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
+
+Initial = Literal["normal"] | float | Callable[[Tensor], Tensor]
+"""
+Initial values: "normal" random numbers, a constant, or a function of uniform random numbers in [0, 1), of any shape.
+"""
+
+
+@attrs.frozen
+class Scaling:
+    """
+    Factors of a parameter's initial standard deviation and of AdamW's options, by a model's parametrization.
+
+    Decoupled weight decay is divided by `lr`, so that a step's decay stays the same. `width_ratio` is the factor
+    between the sides of a matrix and of the base model's matrix.
+    """
+
+    initial_std: float = 1.0
+    lr: float = 1.0
+    eps: float = 1.0
+    width_ratio: float = 1.0
+
+    def fold_multiplier(self, multiplier: float) -> "Scaling":
+        """
+        Return the factors with which a parameter is `multiplier` times as large, at the start and after every step.
+
+        Its gradient is 1 / `multiplier` times as large (Yang et al. 2022, arXiv 2203.03466, lemma J.1).
+        """
+        return Scaling(self.initial_std * multiplier, self.lr * multiplier, self.eps / multiplier, self.width_ratio)
+
+
+UNSCALED = Scaling()
+
+
+@attrs.frozen
+class Role:
+    """
+    Role of a parameter.
+
+    Weight decay and orthogonalization (Muon) apply to matrices only, whatever their number of dimensions. In a forward
+    pass, a token is multiplied `products` times by the whole parameter: 0 times by an embedding table, and by stacked
+    experts the share of experts that it visits. Outputs of a layer with `is_residual` are added to the residual stream;
+    the standard deviation of its random initial values shrinks with the number of layers. `scaling` applies to random
+    initial values and to the optimizer.
+    """
+
+    is_matrix: bool
+    initial: Initial
+    products: float = 0.0
+    scaling: Scaling = UNSCALED
+    is_residual: bool = False
+
+
+MATRIX_ROLE = Role(True, "normal", 1.0)
+RESIDUAL_ROLE = Role(True, "normal", 1.0, is_residual=True)
+TABLE_ROLE = Role(True, "normal")
+BIAS_ROLE = Role(False, 0.0)
+RESIDUAL_BIAS_ROLE = Role(False, 0.0, is_residual=True)
+SCALE_ROLE = Role(False, 1.0)
+
+
+@runtime_checkable
+class DeclaresRoles(Protocol):
+    """A module that declares the roles of its own parameters."""
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        """Return the roles of the module's own parameters, by their names inside of the module."""
+
+
+@runtime_checkable
+class ScalesRoles(Protocol):
+    """A module that scales the roles of its own and its submodules' parameters."""
+
+    def role_with_scaling(self, name: str, role: Role) -> Role:
+        """Return the scaled role of a parameter by its name inside of the module."""
+
+
+def default_role(name: str, parameter: Tensor) -> Role:
+    """Return the role of a parameter (any shape) that no module declares, from its name and number of dimensions."""
+    if name.endswith("bias"):
+        return BIAS_ROLE  # biases of stacked experts have two dimensions
+    return MATRIX_ROLE if parameter.ndim >= 2 else SCALE_ROLE
+
+
+def parameter_roles(module: nn.Module) -> Iterator[tuple[str, Role]]:
+    """Yield the name and role of every parameter of a module and its submodules, scaled by the module itself."""
+    for path, owner in module.named_modules():
+        declared = owner.parameter_roles() if isinstance(owner, DeclaresRoles) else {}
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            name = f"{path}.{leaf}" if path else leaf
+            role = declared.get(leaf) or default_role(leaf, parameter)
+            yield name, module.role_with_scaling(name, role) if isinstance(module, ScalesRoles) else role
+
+
+@attrs.frozen
+class ModelScaling:
+    """
+    Factors for a decoder of one size.
+
+    `outer` scales the embedding and the last norm, and `head` the head. Inside of layers, `residual` and
+    `residual_vector` scale the matrices and biases whose outputs are added to the residual stream, and `matrix` and
+    `vector` all others. `residual_multiplier` scales these outputs, and `logit_multiplier` the head's.
+    """
+
+    outer: Scaling = UNSCALED
+    head: Scaling = UNSCALED
+    matrix: Scaling = UNSCALED
+    residual: Scaling = UNSCALED
+    vector: Scaling = UNSCALED
+    residual_vector: Scaling = UNSCALED
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+
+    def fold_multipliers(self) -> "ModelScaling":
+        """Return factors for an equal model without multipliers of outputs: its weights are multiplied instead."""
+        return attrs.evolve(
+            self,
+            head=self.head.fold_multiplier(self.logit_multiplier),
+            residual=self.residual.fold_multiplier(self.residual_multiplier),
+            residual_vector=self.residual_vector.fold_multiplier(self.residual_multiplier),
+            residual_multiplier=1.0,
+            logit_multiplier=1.0,
+        )
+
+
+@port
+class Parametrization(Protocol):
+    """Rule for scaling a decoder relative to a smaller base model, whose best settings it keeps."""
+
+    def compute_scaling_for_size(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
+        """Return the factors for a decoder with this width and depth; all are 1 for the base model."""
+
+
+@port
+class Adapter(Protocol):
+    """A component that adds parameters to a frozen model on the meta device, or unfreezes some (`ThawingAdapter`)."""
+
+    @property
+    def targets(self) -> Sequence[str]:
+        """
+        Name patterns for modules or parameters; a pattern without a match in the model is an error in the
+        recipe.
+        """
+
+    def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:
+        """
+        Adapt a span of the model in place, and return the patterns that match.
+
+        Existing parameters keep their names; added parameters belong to an `AdaptedLayer`.
+        """
+
+
+@runtime_checkable
+class ThawingAdapter(Protocol):
+    """An adapter that trains the model's own weights, so no pass can compute the model without it."""
+
+    thaws: ClassVar[bool]
+
+
+def trains_base_weights(adapter: object) -> bool:
+    """Return whether an adapter, an object or a class, trains the model's own weights."""
+    return isinstance(adapter, ThawingAdapter) and adapter.thaws
+
+
+@attrs.frozen
+class LowRank:
+    """
+    Pair of low-rank factors, in the terms of PEFT's `adapter_config.json`.
+
+    `target` names a module in transformers or, if `fused`, a parameter that stacks experts. `scale` multiplies the
+    matrices' product.
+    """
+
+    target: str
+    rank: int
+    scale: float
+    dropout: float = 0.0
+    dora: bool = False
+    fused: bool = False
+
+
+Fill = Callable[[str, nn.Parameter, float], None]
+"""Callback that fills the parameter of a name with normal numbers of a standard deviation."""
+
+
+class AdaptedLayer(ABC):
+    """
+    A layer with an adapter: a module with the replaced layer's parameters and the adapter's.
+
+    The methods get the layer's name in the model. If `active` is False, the layer computes like the layer it
+    replaces.
+    """
+
+    active: bool = True
+
+    @property
+    @abstractmethod
+    def adapter_parameter_names(self) -> list[str]:
+        """The adapter's parameter names inside the layer."""
+
+    @abstractmethod
+    def initialize_adapter(self, name: str, fill: Fill) -> None:
+        """
+        Initialize the adapter's parameter `name` in place; the layer's other parameters are already initialized.
+        """
+
+    @abstractmethod
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
+        """
+        Return the mapper from the layer's parameters to an equivalent layer without an adapter.
+
+        A group's first input is the adapted parameter. With `unmerged_weight_name`, the first group also outputs this
+        parameter under that name, without the adapter's change.
+        """
+
+    @abstractmethod
+    def make_mapper_to_peft(self, name: str) -> Mapper:
+        """
+        Return the mapper from the adapter's parameters to the tensors in PEFT's `adapter_model.safetensors`, with an
+        inverse.
+        """
+
+    @abstractmethod
+    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
+        """Return the low-rank factor pairs in the adapter of the layer `name`."""
+
+
+def find_adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
+    """Iterate over the layers with adapters, by name."""
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, AdaptedLayer))
+
+
+def adapter_parameter_names(module: nn.Module) -> set[str]:
+    """Return the names of all adapter parameters in a module."""
+    return {f"{name}.{leaf}" for name, layer in find_adapted_layers(module) for leaf in layer.adapter_parameter_names}
+
 
 ReadFrozen = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 """Function that returns the initial values of a whole frozen parameter, from its name, shape and dtype."""
@@ -40,44 +275,34 @@ class Shards(Protocol):
     @property
     def gathers_per_block(self) -> bool:
         """Whether blocks are gathered before use, so the program need not gather the stage."""
-        ...
 
     @property
     def reduces_per_microbatch(self) -> bool:
         """Whether gradients are reduced after every microbatch instead of only after the last."""
-        ...
 
     def start_unshard(self) -> None:
         """Start to gather the whole stage's parameters."""
-        ...
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
-        ...
 
     def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
         """Reduce gradients with the stage's next backward pass; `is_last_in_step` marks the step's last reduction."""
-        ...
 
     def stop_reducing_in_backward(self) -> None:
         """End the backward pass announced by `reduce_in_next_backward`; later passes only accumulate gradients."""
-        ...
 
     def finish_reduction(self) -> None:
         """Reduce the remaining gradients, and wait for all sums; on a GPU only the stream waits."""
-        ...
 
     def list_whole_parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters with which passes compute in place of the module's slices."""
-        ...
 
     def list_reduction_units(self) -> Sequence["ReductionUnit"]:
         """Return the parameter groups for the executor itself to reduce, in an order common to all ranks."""
-        ...
 
     def reduce_remaining_gradients(self) -> None:
         """Reduce the remaining gradients, in no group of `list_reduction_units`, and end the reduction."""
-        ...
 
 
 @attrs.frozen(eq=False)
@@ -147,7 +372,6 @@ class Stages(Protocol):
     @property
     def local(self) -> list[Stage]:
         """This rank's stages, in order."""
-        ...
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         """
@@ -155,25 +379,20 @@ class Stages(Protocol):
 
         With `only_if_changed`, cast only after a step was taken or a parameter was changed in place.
         """
-        ...
 
     def move_gradients_to_masters(self) -> None:
         """Pass gradients to the optimizer's parameters, such as master weights, after a step's backward passes."""
-        ...
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """Return meta tensors, as a tree, in place of the tensors received by `stage` for a microbatch."""
-        ...
 
     @property
     def initial_folder(self) -> Path | None:
         """The folder that the initial weights were read from; None for random weights."""
-        ...
 
     @property
     def adapters(self) -> Sequence[Adapter]:
         """The adapters; empty if all weights are trained."""
-        ...
 
 
 @port
@@ -184,7 +403,6 @@ class DescribedStages(Protocol):
 
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
         """Yield phrases for the run's summary, given the whole model on the meta device."""
-        ...
 
 
 @port
@@ -197,11 +415,9 @@ class FrozenModel(Protocol):
 
     def build_meta_stages(self) -> None:
         """Build this rank's stages without memory and values, for plans."""
-        ...
 
     def infer_meta_outputs(self, inputs: Any, context: BatchContext, finish: Finish) -> Any:
         """Return `finish`'s result for a microbatch, a tree of meta tensors; after `build_meta_stages`."""
-        ...
 
 
 @port
@@ -220,23 +436,18 @@ class Parameters(Protocol):
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return fully qualified names and parameters, without repetition, in a stable order."""
-        ...
 
     def parameter_slices(self) -> dict[str, TensorSlice | None]:
         """Return this rank's slices by parameter; None for a whole parameter."""
-        ...
 
     def roles(self) -> Mapping[str, Role]:
         """Return the roles by parameter, on which weight decay and orthogonalization depend."""
-        ...
 
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that this rank owns. Every model parameter is owned by exactly one rank."""
-        ...
 
     def sum_remaining_gradients(self) -> None:
         """Sum gradients over the ranks with the same parameter, unless the backward passes already did."""
-        ...
 
 
 @port
@@ -247,13 +458,11 @@ class AveragedWeights(Protocol):
         """
         Return this rank's averages (any shape, at least float32) by parameter; {} before the first step.
         """
-        ...
 
     def use_averages(self) -> AbstractContextManager[None]:
         """
         Replace the weights by the averages inside the context, and restore the weights on exit, also after an error.
         """
-        ...
 
 
 def use_averages_if_any(average: AveragedWeights | None) -> AbstractContextManager[None]:
@@ -304,4 +513,3 @@ class ModelExport(Protocol):
 
         Raises UserError on every rank if the folder exists, or a rank can't write.
         """
-        ...

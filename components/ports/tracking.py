@@ -68,7 +68,6 @@ class Metric(Protocol):
         """
         Return this step's values by name, from float64 totals on the CPU. On a GPU it is called a step later.
         """
-        ...
 
 
 @port
@@ -78,11 +77,9 @@ class Tracker(Protocol):
 
     def track(self, step: int, values: MetricValues) -> None:
         """Store a step's values."""
-        ...
 
     def rewind(self, step: int) -> None:
         """Delete values after `step`, from which the run resumes. Step -1 deletes all values."""
-        ...
 
 
 Context = Mapping[str, str]
@@ -120,7 +117,6 @@ class DistributionMetric(Protocol):
 
     def distributions(self, totals: MetricTotals, step: Step) -> Mapping[str, Histogram]:
         """Return histograms by name, as `compute` does for values; {} at steps without a measurement."""
-        ...
 
 
 @port
@@ -130,7 +126,6 @@ class DistributionTracker(Protocol):
 
     def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         """Store a step's histograms, before or after its values."""
-        ...
 
 
 @port
@@ -140,7 +135,6 @@ class ContextTracker(Protocol):
 
     def track_in_context(self, step: int, values: MetricValues, context: Context) -> None:
         """Store a step's values with their context."""
-        ...
 
 
 @port
@@ -150,7 +144,6 @@ class PropertyTracker(Protocol):
 
     def store_properties(self, properties: Mapping[str, Any]) -> None:
         """Store the run's settings, as nested tables; called once, before `rewind`."""
-        ...
 
 
 def split_by_context(values: MetricValues) -> list[tuple[Context, dict[str, Value]]]:

@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom import RecipeError, UserError
+from drawloom import RecipeError, UserError, internal
 from drawloom.components import ports
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.checkpoint.manifest import MANIFEST
@@ -32,9 +32,8 @@ from drawloom.components.proving.compare import (
 from drawloom.components.proving.ranks import DIED, RankPool, RanksFailedError
 from drawloom.components.proving.recorder import GRADIENT, RankRecord
 from drawloom.components.proving.result import ProvedDifference, ProveResult
-from drawloom.components.proving.run import ProofRun, ProofSource, RefusedError, Values, run_and_record
+from drawloom.components.proving.run import ProofRun, ProofSource, RefusedError, Subject, Values, run_and_record
 from drawloom.components.proving.smallest import DENSE, EXPERTS, FLOAT64, STEPS, list_smaller_values, merge_values
-from drawloom.components.proving.subject import Subject
 from drawloom.graph.component import is_port_or_component
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing.ports import BrokenContractError, check_port, load_contract
@@ -251,7 +250,7 @@ class Prover:
     """
 
     on_progress: Callable[[int, int, str], object] = lambda done, total, name: None
-    _pools: dict[int, RankPool] = attrs.field(init=False, factory=dict)
+    _pools: dict[int, RankPool] = internal(factory=dict)
 
     def __enter__(self) -> "Prover":
         return self

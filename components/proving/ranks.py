@@ -15,6 +15,8 @@ from typing import Any
 
 import attrs
 
+from drawloom import internal
+
 PRELOADED = ["torch.distributed", "drawloom.components.proving.run"]
 DIED = "the process died"
 GRACE = 10.0  # seconds for other ranks to report, after one has failed
@@ -38,8 +40,8 @@ class RankPool:
     """`size` processes for calling one function at a time in all; a single one has no launch."""
 
     size: int
-    _processes: list[BaseProcess] = attrs.field(init=False, factory=list)
-    _pipes: list[Connection] = attrs.field(init=False, factory=list)
+    _processes: list[BaseProcess] = internal(factory=list)
+    _pipes: list[Connection] = internal(factory=list)
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> list[Any]:
         """

@@ -78,7 +78,7 @@ class HtmlReport:
 
     def _has_report_of_step(self, step: int) -> bool:
         """Return whether the report in the run folder is about this step."""
-        from drawloom.components.storage.regular_file import does_file_begin_with
+        from drawloom.components.storage.durable_files import does_file_begin_with
 
         beginning = f"<!doctype html><!-- {_format_step_comment(step)} -->"
         return does_file_begin_with(self._report_path, beginning.encode())

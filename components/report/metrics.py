@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.storage.regular_file import open_untrusted_file
+from drawloom.components.storage.durable_files import open_untrusted_file
 
 METRICS = "metrics.jsonl"
 OTHER_KEYS = {"step", "format", "tokens", "crc32"}

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from drawloom import RecipeError, ResolvedRecipe, UserError
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import create_folder_unless_link, open_untrusted_file
+from drawloom.components.storage.durable_files import create_folder_unless_link, open_untrusted_file, replace_file
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 from drawloom.ports import FILES, EnvironmentSource, ReadsFiles
 

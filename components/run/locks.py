@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from drawloom import UserError
-from drawloom.components.storage.regular_file import open_to_append
+from drawloom.components.storage.durable_files import open_to_append
 
 # Errors of flock on file systems without locks, such as some network mounts. NFS returns EBADF for a folder, because
 # a folder can't be opened for writing (flock(2), "NFS details").

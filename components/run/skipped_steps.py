@@ -2,7 +2,7 @@
 
 import attrs
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.ports import Step
 
 
@@ -15,9 +15,9 @@ class SkippedSteps:
     """
 
     limit: int
-    _count: int = attrs.field(init=False, default=0)
-    _last: Step | None = attrs.field(init=False, default=None)
-    _unread: Step | None = attrs.field(init=False, default=None)
+    _count: int = internal(0)
+    _last: Step | None = internal(None)
+    _unread: Step | None = internal(None)
 
     def add_completed_step(self, step: Step) -> None:
         """Add a completed step."""

@@ -108,7 +108,7 @@ class Sample:
 
     def _has_sample_of_step(self, step: int) -> bool:
         """Return whether the file's heading is for this step."""
-        from drawloom.components.storage.regular_file import does_file_begin_with
+        from drawloom.components.storage.durable_files import does_file_begin_with
 
         return does_file_begin_with(self._sample_path, _format_step_heading(step).encode())
 

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
 from drawloom.components.parallel.data_parallel import DataParallel
 from drawloom.components.parallel.data_shard import should_gather_per_block
@@ -208,8 +208,8 @@ class StageParameters:
     splits: Mapping[str, RankSlice]
     experts: Set[str]
     # Trained parameters of each stage, cached because a walk through modules takes milliseconds in every phase.
-    _trained: list[dict[str, nn.Parameter]] = attrs.field(init=False)
-    _named: dict[str, nn.Parameter] = attrs.field(init=False)
+    _trained: list[dict[str, nn.Parameter]] = internal()
+    _named: dict[str, nn.Parameter] = internal()
 
     def __attrs_post_init__(self) -> None:
         """Collect the trained parameters."""
@@ -291,12 +291,12 @@ class StageAssembly:
 
     settings: Any  # the component, which imports this module
     features: FeatureStack
-    local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
-    store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
-    parameters: StageParameters = attrs.field(init=False, default=None)
-    spans: Sequence[LayerRange] = attrs.field(init=False, factory=list)  # of all stages
-    values: InitialValues = attrs.field(init=False, default=None)
-    fingerprint: str = attrs.field(init=False, default="")
+    local: list[Stage] = internal(factory=list)  # this rank's stages, in order
+    store: "ParameterStore | ShardedStore" = internal(None)
+    parameters: StageParameters = internal(None)
+    spans: Sequence[LayerRange] = internal(factory=list)  # of all stages
+    values: InitialValues = internal(None)
+    fingerprint: str = internal("")
 
     def materialize(self) -> None:
         """Build, parallelize and allocate the stages, and fill them with initial or loaded values."""

@@ -16,8 +16,7 @@ from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.stages.initial_values import InitialValues
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource
-from drawloom.components.weights.convert import persistent_tensors
-from drawloom.components.weights.load import fill_module, open_and_check_folder
+from drawloom.components.weights.load import fill_module, open_and_check_folder, persistent_tensors
 from drawloom.components.weights.mapper import select_outputs
 from drawloom.ports import (
     LanguageModel,

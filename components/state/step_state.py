@@ -69,7 +69,6 @@ class StateView(Protocol):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value, or the default if the view does not contain it."""
-        ...
 
 
 class PipelineStateError(ValueError):

@@ -2,8 +2,11 @@
 Files and folders that survive a power cut: flushed to disk, and replaced atomically.
 
 New content is written under a temporary name, flushed to disk, and renamed. No other module renames files.
+
+Reader for regular files; it does not follow links, and refuses pipes and devices before they block.
 """
 
+import errno
 import os
 import shutil
 import stat
@@ -13,8 +16,138 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.storage.regular_file import CHUNK
+from drawloom import UserError
 from drawloom.components.storage.sha256_stream import BLOCK, FileDigest, Sha256Stream
+
+CHUNK = 2**22  # bytes that are read or written at a time
+
+
+@attrs.define(eq=False)
+class RegularFile:
+    """Open regular file; `identity` is its device, inode, size and time of modification."""
+
+    path: Path
+    descriptor: int
+    identity: tuple[int, int, int, int]
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return self.identity[2]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """
+        Return `length` bytes from an offset. Raises OSError at the file's end. The caller must bound
+        `length`.
+        """
+        buffer = bytearray(length)
+        self.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer with the bytes from an offset. Raises OSError if the file ends before."""
+        while buffer:
+            try:
+                count = os.preadv(self.descriptor, [buffer[:CHUNK]], offset)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            if not count:
+                raise OSError(0, f"it ends after {offset} bytes", str(self.path))
+            buffer, offset = buffer[count:], offset + count
+
+
+@contextmanager
+def open_regular_file(path: Path) -> Iterator[RegularFile]:
+    """Open a file for reading. Raises OSError if it is missing, a link, or not a regular file."""
+    descriptor = open_regular_descriptor(path, os.O_RDONLY)
+    try:
+        status = os.fstat(descriptor)
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        yield RegularFile(path, descriptor, identity)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def open_untrusted_file(path: Path, remedy: str = "copy the folder again") -> Iterator[RegularFile]:
+    """
+    Open an untrusted file for reading. Raises UserError with the reason and the remedy if opening or reading fails.
+    """
+    try:
+        with open_regular_file(path) as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{path} can't be read ({error.strerror}); {remedy}") from error
+
+
+def open_regular_descriptor(path: Path, flags: int) -> int:
+    """
+    Open a regular file with flags of open(2), and return its descriptor. Raises OSError if it is a link or not a
+    regular file.
+
+    A stranger's run folder may contain links to outside files, so a run opens all files with fixed names by this
+    function.
+    """
+    try:
+        with suppress(FileNotFoundError):
+            _check_is_regular(path, os.lstat(path))  # before opening, which has effects on some devices
+        # O_NONBLOCK, because opening a pipe would wait for its writer; it has no effect on regular files
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except ValueError as error:  # a NUL in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    try:
+        _check_is_regular(path, os.fstat(descriptor))  # again, because another file may have replaced it
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file for reading and appending, and create it if it is missing. Raises UserError if that fails."""
+    try:
+        return open_regular_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    except OSError as error:
+        raise UserError(f"{path} can't be written ({error.strerror}); remove it, or use another run name") from error
+
+
+def create_folder_unless_link(path: Path) -> Path:
+    """Create a folder in a run folder, if it is missing. Raises UserError if a link or a file has its name."""
+    try:
+        path.mkdir(exist_ok=True)
+        if path.is_symlink():
+            raise OSError(errno.ENOTDIR, "it is a symbolic link, which may lead anywhere", str(path))
+    except OSError as error:
+        text = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(
+            f"{path} can't be opened for writing ({text}); remove this file, or use another run name"
+        ) from error
+    return path
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Return a regular file's content. Raises OSError for more than `limit` bytes."""
+    with open_regular_file(path) as file:
+        if file.size > limit:
+            raise OSError(0, f"it has {file.size} bytes, and more than {limit} are not read", str(path))
+        return file.read(0, file.size)
+
+
+def _check_is_regular(path: Path, status: os.stat_result) -> None:
+    """Raise OSError for a link, a folder, a pipe or a device."""
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(0, "it is a symbolic link, which may lead anywhere; `cp -rL` copies what it leads to", str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, "it is not a regular file", str(path))
+
+
+def does_file_begin_with(path: Path, beginning: bytes) -> bool:
+    """Return whether a regular file begins with these bytes; False for a missing file, a pipe or a link."""
+    try:
+        with open_regular_file(path) as file:
+            return file.read(0, min(file.size, len(beginning))) == beginning
+    except OSError:
+        return False
 
 
 @attrs.define(eq=False)

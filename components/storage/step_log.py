@@ -18,8 +18,8 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import CHUNK, open_to_append, read_file
+from drawloom import internal
+from drawloom.components.storage.durable_files import CHUNK, open_to_append, read_file, replace_file
 
 
 @attrs.define(eq=False)
@@ -219,8 +219,8 @@ class RewindingLog:
     """Step log opened by `begin(step)` at the first step, and again when a run goes back to an earlier step."""
 
     begin: Callable[[int], StepLog]
-    _log: StepLog | None = attrs.field(init=False, default=None)
-    _newest: int = attrs.field(init=False, default=0)
+    _log: StepLog | None = internal(None)
+    _newest: int = internal(0)
 
     def append(self, row: Row) -> None:
         """Append a step's row. An earlier process's lines for this and later steps are removed first."""

@@ -31,11 +31,9 @@ class TensorSource(Protocol):
 
     def specs(self) -> Mapping[str, TensorSpec]:
         """Return shapes and dtypes by tensor name, in a stable order."""
-        ...
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor with the spec in `specs`. It may share memory with the source, and must not be modified."""
-        ...
 
 
 def allocate_tensor_and_byte_view(spec: TensorSpec) -> tuple[Tensor, memoryview]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from drawloom import component, internal, setting
-from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
+from drawloom.components.storage.durable_files import create_folder_unless_link, open_to_append
 from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
 from drawloom.ports import Histogram, RunFolder, RunInfo, flatten_properties

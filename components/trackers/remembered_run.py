@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.durable_files import read_file, replace_file
 
 MAX_LENGTH = 200
 

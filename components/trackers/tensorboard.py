@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from drawloom import component, internal
-from drawloom.components.storage.regular_file import create_folder_unless_link
+from drawloom.components.storage.durable_files import create_folder_unless_link
 from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
 from drawloom.ports import Histogram, RunFolder, flatten_properties
 

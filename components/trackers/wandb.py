@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from drawloom import component, internal, setting
-from drawloom.components.storage.regular_file import create_folder_unless_link
+from drawloom.components.storage.durable_files import create_folder_unless_link
 from drawloom.components.trackers.background import LoggedRunTracker, import_tracker_package
 from drawloom.ports import NodeState, RunFolder, RunInfo
 

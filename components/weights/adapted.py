@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drawloom import UserError
-from drawloom.components.weights.convert import convert_tensors
+from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper import parallel
 from drawloom.ports import Adapter, Fill, LayerRange, LinearLayer, Mapper, Model, ModelParameter, find_adapted_layers
 

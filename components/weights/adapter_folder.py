@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from drawloom import UserError
-from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.durable_files import read_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import SafetensorsFolder, read_safetensors_header
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.weights.adapted import build_meta_model_with_adapters
-from drawloom.components.weights.convert import persistent_tensors
-from drawloom.components.weights.load import fill_module, find_wrong_shapes, folder_fingerprint
+from drawloom.components.weights.load import fill_module, find_wrong_shapes, folder_fingerprint, persistent_tensors
 from drawloom.components.weights.peft import BASE_KEY, PREFIX, WEIGHTS, PeftFormat
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.ports import ADAPTER_CONFIG, STATE, Adapter, LanguageModel, LowRank, Model, Settings, TensorSlice

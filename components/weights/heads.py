@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from drawloom import NodeView, UserError
-from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.durable_files import read_file
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.weights.adapted import HEAD

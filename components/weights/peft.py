@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from drawloom import UserError
 from drawloom.components.weights.adapted import EMBEDDING, HEAD
-from drawloom.components.weights.convert import persistent_tensors
-from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
-from drawloom.components.weights.mapper_ops import rename
+from drawloom.components.weights.load import persistent_tensors
+from drawloom.components.weights.mapper import parallel, rename, return_unchanged, sequential
 from drawloom.ports import (
     AdaptedLayer,
     Convert,

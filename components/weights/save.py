@@ -12,7 +12,7 @@ from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
 from drawloom.components.storage.safetensors.writer import check_writable, create_safetensors_file
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.convert import compute_group_output_specs
+from drawloom.components.weights.load import compute_group_output_specs
 from drawloom.ports import Mapper
 
 MAX_NAMES = 30_000  # in a file; keeps the header below the readable size for names of any length

@@ -3,7 +3,7 @@
 from functools import cache
 
 from drawloom.graph.project import Project
-from drawloom.graph.registry.spec import Spec
+from drawloom.graph.registry.registry import Spec
 
 
 @cache

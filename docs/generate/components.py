@@ -6,7 +6,7 @@ from itertools import groupby
 
 from drawloom.graph.component import Bound
 from drawloom.graph.inspect.serialize import convert_to_toml_types
-from drawloom.graph.registry.spec import Field, Spec
+from drawloom.graph.registry.registry import Field, Spec
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.types.describe import describe_type
 from drawloom.graph.types.port_match import implements

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from drawloom.graph.registry.spec import Spec
+from drawloom.graph.registry.registry import Spec
 from drawloom.graph.types.port_match import implements
 from generate.catalogue import anchor, component_link, specs
 from generate.source import PORTS, STATE, Module, modules, summary

@@ -12,8 +12,20 @@ from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_a
 
 import attrs
 
-from drawloom.graph.cli.exit_codes import FAILED, INVALID, OK, STOPPED, Console
-from drawloom.graph.cli.result import JSON, Result, TextResult, dump_json, internal, output, output_class
+from drawloom.graph.cli.result import (
+    FAILED,
+    INVALID,
+    JSON,
+    OK,
+    STOPPED,
+    Console,
+    Result,
+    TextResult,
+    dump_json,
+    internal,
+    output,
+    output_class,
+)
 from drawloom.graph.cli.terminal import format_table, print_escaped_text
 from drawloom.graph.component import Check, at_least
 from drawloom.graph.problems import Problem, RecipeError, UserError

@@ -16,8 +16,19 @@ import attrs
 
 from drawloom.graph.cli.arguments import Parser, parse_command
 from drawloom.graph.cli.command import GROUPS, Command
-from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_machine_limit
-from drawloom.graph.cli.result import JSON, CommandFailure, as_data, dump_json, list_output_formats
+from drawloom.graph.cli.result import (
+    FAILED,
+    INTERRUPTED,
+    INVALID,
+    JSON,
+    OK,
+    CommandFailure,
+    Console,
+    as_data,
+    describe_machine_limit,
+    dump_json,
+    list_output_formats,
+)
 from drawloom.graph.cli.terminal import print_escaped_text, redirect_stdout_to_stderr, redirect_to_null
 from drawloom.graph.problems import RecipeError, ReportedError, UserError, did_you_mean, find_nearest
 from drawloom.graph.project import Project

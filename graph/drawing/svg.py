@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import attrs
 
+from drawloom.graph.component import internal
 from drawloom.graph.drawing.diagram import Arrow, Diagram, SequenceDrawing, ValueTrace
 from drawloom.graph.drawing.layout import (
     BOX,
@@ -137,8 +138,8 @@ class _WiringDrawing:
 
     diagram: Diagram
     placed: PlacedDiagram
-    colours: Mapping[str, Colour] = attrs.field(init=False)
-    points: Mapping[str, ArrowPoint] = attrs.field(init=False)
+    colours: Mapping[str, Colour] = internal()
+    points: Mapping[str, ArrowPoint] = internal()
 
     def __attrs_post_init__(self) -> None:
         hues = assign_colours(self.diagram.component_folders)
@@ -240,9 +241,9 @@ class _StepDrawing:
     """A step as a table: columns are members, rows are values."""
 
     step: SequenceDrawing
-    middles: list[float] = attrs.field(init=False)
-    widths: list[float] = attrs.field(init=False)
-    margin: float = attrs.field(init=False)
+    middles: list[float] = internal()
+    widths: list[float] = internal()
+    margin: float = internal()
 
     def __attrs_post_init__(self) -> None:
         boxes = self.step.members

@@ -13,7 +13,7 @@ from drawloom.graph.inspect.serialize import (
 from drawloom.graph.problems import KeyPath, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table, iterate_leaves
 from drawloom.graph.recipe.merged import VARIABLE
-from drawloom.graph.registry.spec import Field
+from drawloom.graph.registry.registry import Field
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.types.describe import describe_type, dump_toml_or_repr
 from drawloom.graph.wiring.graph import Graph

@@ -6,8 +6,7 @@ import attrs
 
 from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.problems import Problem, UserError, did_you_mean
-from drawloom.graph.registry.registry import Registry, describe_distribution
-from drawloom.graph.registry.spec import Field, Spec
+from drawloom.graph.registry.registry import Field, Registry, Spec, describe_distribution
 from drawloom.graph.types.describe import describe_type, dump_toml_or_repr
 from drawloom.graph.types.port_match import implements, implements_any
 from drawloom.graph.wiring.graph import Graph

@@ -11,14 +11,13 @@ import attrs
 
 from drawloom.graph.inspect.listing import find_replacement_conditions, format_field
 from drawloom.graph.inspect.serialize import convert_to_toml_types
-from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.workspace import Workspace, find_items
+from drawloom.graph.lsp.workspace import Meaning, Workspace, find_items
 from drawloom.graph.problems import KeyPath
 from drawloom.graph.recipe.edits import OPERATIONS
 from drawloom.graph.recipe.layers import EDIT, STARTED_IN, Leaf, Table
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
-from drawloom.graph.registry.spec import Field, Spec
+from drawloom.graph.registry.registry import Field, Spec
 from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.graph.toml.positions import SourceRange
 from drawloom.graph.types.assignable import union_members_except_none

@@ -5,12 +5,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.lsp.workspace import Meaning, Workspace
 from drawloom.graph.problems import Position
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.loading import RecipeFolder
-from drawloom.graph.registry.spec import Field, Spec
+from drawloom.graph.registry.registry import Field, Spec
 
 
 def find_definitions(workspace: Workspace, meaning: Meaning) -> list[Position]:

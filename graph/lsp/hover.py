@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from drawloom.graph.inspect.explain import explain, format_variable_history
 from drawloom.graph.inspect.listing import format_components, format_field
-from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.lsp.workspace import Meaning, Workspace
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import format_path
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import attrs
 
 from drawloom.graph.lsp.cursor import Cursor
-from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.workspace import Workspace, find_items, list_files
+from drawloom.graph.lsp.workspace import Meaning, Workspace, find_items, list_files
 from drawloom.graph.problems import RecipeError, UserError
 from drawloom.graph.recipe.layers import EDIT
 from drawloom.graph.recipe.merged import DIRECTIVES, NAME, VARIABLE, MergedRecipe

@@ -1,20 +1,267 @@
-"""The registry of components by name: files of packages, and entry points of installed distributions."""
+"""
+The registry of components by name: files of packages, and entry points of installed distributions.
+
+Component classes as recipes see them: settings and edges, read once from the class fields.
+
+Suggestions for unknown names of components.
+"""
 
 import importlib
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator
-from functools import cache, cached_property
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property, lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import attrs
 
-from drawloom.graph.problems import Problem, RecipeError
-from drawloom.graph.registry.spec import NAME, Spec, read_spec
+from drawloom.graph.component import (
+    Check,
+    Every,
+    Impact,
+    Ordered,
+    Traits,
+    internal,
+    is_port_or_component,
+    read_annotations,
+)
+from drawloom.graph.foreign_names import fold_name
+from drawloom.graph.problems import Problem, RecipeError, did_you_mean, find_nearest
+from drawloom.graph.recipe.lockfile import ResolvedRecipe
+
+MAX_OFFERED = 6
+"""Names in a hint about a word with which several names begin."""
+
+
+def describe_siblings(use: str, names: list[str]) -> str:
+    """Return a hint with the components in the same folder; empty without one."""
+    beside = f"{use.rpartition('.')[0]}."
+    near = [name for name in names if name.startswith(beside)]
+    return f"the components beside it are {', '.join(near)}" if near else ""
+
+
+def suggest_name(use: str, names: list[str]) -> str:
+    """Return a hint: the most similar name in the folder, or else anywhere, or the components of the folder."""
+    inside = [name for name in names if name.startswith(f"{use}.")]
+    if inside:
+        return f"it contains {', '.join(inside)}"
+    beside = [name for name in names if name.partition(".")[0] == use.partition(".")[0]]
+    if not beside:
+        package, _, rest = use.partition(".")
+        offer = f"to use the components of the package {package!r}, add --import {package}"
+        offer = offer if _belongs_to_installed_package(use) else ""
+        if not rest and (own := did_you_mean(use, names)):
+            return own
+        if near := _find_similar_component(rest.lower(), names):
+            return f"did you mean {near!r}?{offer and f' Otherwise, {offer}'}"
+        if offer:
+            return offer
+    folder, _, last = use.rpartition(".")
+    siblings = [name for name in names if name.rpartition(".")[0] == folder]
+    if folder and siblings:
+        # Compare last words only: with the folder most letters agree, and optim.lion would be near to optim.muon.
+        ends = {name.rpartition(".")[2]: name for name in [*beside, *siblings]}
+        near = ends.get(find_nearest(last, ends) or next((end for end in ends if end.startswith(last)), ""))
+        siblings_hint = (
+            f"`drawloom list {folder}` lists the components" if len(siblings) > 12 else describe_siblings(use, names)
+        )
+        return f"did you mean {near!r}?" if near else siblings_hint
+    near = find_nearest(use, beside) or find_nearest(use, names)
+    general_hint = "`drawloom list` lists all components; add your own with --import and a package, folder or file"
+    longer = [repr(near)] if near else [repr(name) for name in names if _has_part_beginning_with(use, name)]
+    return f"did you mean {' or '.join(longer)}?" if 0 < len(longer) <= MAX_OFFERED else general_hint
+
+
+def _find_similar_component(rest: str, names: list[str]) -> str | None:
+    """Return the component most similar to a path in another package, as optim.adamw is to torch.optim.AdamW."""
+    folder = rest.partition(".")[0]
+    return find_nearest(rest, [name for name in names if name.startswith(f"{folder}.")])
+
+
+def _has_part_beginning_with(word: str, use: str) -> bool:
+    """Return whether a part of a component's name begins with a word, as `pipeline.schedules.zero_bubble_v` does."""
+    beginning = fold_name(word)
+    return len(beginning) > 2 and any(fold_name(part).startswith(beginning) for part in use.split("."))
+
+
+def _belongs_to_installed_package(use: str) -> bool:
+    """Return whether a name may be in an installed package outside the standard library; nothing is imported."""
+    package = use.partition(".")[0]
+    if not NAME.fullmatch(use) or package in sys.stdlib_module_names:
+        return False
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:
+        return False
+    return spec is not None and bool(spec.submodule_search_locations)
+
+
+# Lower case only, so that a name means the same file on case-insensitive file systems.
+NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
+"""Valid names of components: dotted, so that a name can only lead below the folder of its package."""
+
+Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "every", "recipe"]
+
+
+@attrs.frozen
+class Field:
+    """
+    A field of a component: a setting, an edge, or a field filled by the container.
+
+    An edge leads to one node, an optional node, a list, a mapping or a sequence. The container fills `every` node of a
+    port, or the resolved `recipe`. An edge with `is_wired` is found by type. The strings of a setting with
+    `globs` are paths or globs. Settings with the same `one_of` exclude one another.
+    """
+
+    name: str
+    kind: Kind
+    type: Any
+    ports: tuple[type, ...] = ()
+    default: Any = attrs.field(factory=lambda: attrs.NOTHING)
+    attribute: str = ""
+    impact: Impact = "changes_training"
+    check: Check | None = None
+    doc: str = ""
+    is_wired: bool = False
+    globs: bool = False
+    one_of: str = ""
+    required: bool = internal()
+    is_edge: bool = internal()
+
+    @required.default
+    def _has_no_default(self) -> bool:
+        return self.default is attrs.NOTHING
+
+    @is_edge.default
+    def _is_edge(self) -> bool:
+        return self.kind in ("one", "optional", "list", "mapping", "ordered")
+
+    @property
+    def target(self) -> str:
+        """The target of an edge, such as "any number of Metric"."""
+        port = " or ".join(port.__name__ for port in self.ports)
+        many = {
+            "optional": f"{port}, if there is one" if self.is_wired else f"{port}, or none",
+            "list": f"every {port}" if self.is_wired else f"any number of {port}",
+            "mapping": f"named {port}",
+            "ordered": f"a sequence of {port}",
+        }
+        return many.get(self.kind, port)
+
+    def default_value(self) -> Any:
+        """Return the default; a factory makes a new object for every call."""
+        return self.default.factory() if isinstance(self.default, attrs.Factory) else self.default  # type: ignore[arg-type]
+
+
+@attrs.frozen
+class Spec:
+    """A component class as recipes see it. `distribution` provides it; empty for the program's own components."""
+
+    use: str
+    cls: type
+    fields: dict[str, Field]
+    traits: Traits
+    distribution: str = ""
+
+    @cached_property
+    def settings(self) -> tuple[Field, ...]:
+        """The settings among the fields."""
+        return self._select_fields("setting")
+
+    @cached_property
+    def edges(self) -> tuple[Field, ...]:
+        """The edges among the fields."""
+        return tuple(field for field in self.fields.values() if field.is_edge)
+
+    @cached_property
+    def sequences(self) -> tuple[Field, ...]:
+        """The edges with a checked order."""
+        return self._select_fields("ordered")
+
+    @cached_property
+    def has_constraints_method(self) -> bool:
+        """Whether the component checks settings and neighbours together."""
+        return hasattr(self.cls, "constraints")
+
+    @cached_property
+    def fields_of_kind_every(self) -> tuple[Field, ...]:
+        """The fields that the container fills with every node of a port."""
+        return self._select_fields("every")
+
+    @cached_property
+    def fields_of_kind_recipe(self) -> tuple[Field, ...]:
+        """The fields that the container fills with the resolved recipe."""
+        return self._select_fields("recipe")
+
+    def _select_fields(self, kind: Kind) -> tuple[Field, ...]:
+        return tuple(field for field in self.fields.values() if field.kind == kind)
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring."""
+        return (self.cls.__doc__ or "").strip().partition("\n")[0]
+
+
+@lru_cache(maxsize=1024)  # every recipe has its own registry, and loading takes a third less with classes read before
+def read_spec(use: str, cls: type, distribution: str = "") -> Spec:
+    """Read the settings and edges of a component class."""
+    traits: Traits = vars(cls)["__component__"]
+    attributes = [attribute for attribute in attrs.fields(cls) if attribute.init]
+    hints = read_annotations(cls, {attribute.name for attribute in attributes})
+    fields = [_read_field(attribute, hints[attribute.name], traits.impact) for attribute in attributes]
+    return Spec(use, cls, {field.name: field for field in fields}, traits, distribution)
+
+
+def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) -> Field:
+    field_kind, ports = _classify_annotation(kind)
+    meta = attribute.metadata
+    return Field(
+        name=attribute.alias or attribute.name,
+        kind=field_kind,
+        type=kind,
+        ports=ports,
+        default=attribute.default,
+        attribute=attribute.name,
+        impact=meta.get("impact") or impact,
+        check=meta.get("check"),
+        doc=meta.get("doc", ""),
+        is_wired=meta.get("wired", False),
+        globs=meta.get("globs", False),
+        one_of=meta.get("one_of", ""),
+    )
+
+
+def _classify_annotation(kind: Any) -> tuple[Kind, tuple[type, ...]]:
+    """Return the kind of field for an annotated type, and the ports of its targets."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is ResolvedRecipe:
+        return "recipe", ()
+    if origin is Every:
+        return "every", _find_ports(arguments[0])
+    if origin is Ordered:
+        return "ordered", _find_ports(arguments[0])
+    if origin in (list, tuple, Sequence) and arguments and _find_ports(arguments[0]):
+        return "list", _find_ports(arguments[0])
+    if origin in (dict, Mapping) and len(arguments) == 2 and _find_ports(arguments[1]):
+        return "mapping", _find_ports(arguments[1])
+    if ports := _find_ports(kind):
+        return ("optional" if type(None) in arguments else "one"), ports
+    return "setting", ()
+
+
+def _find_ports(kind: Any) -> tuple[type, ...]:
+    """Return the ports in a type or a union of ports. Empty if any member is not a port."""
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    members = [member for member in typing.get_args(kind) if member is not type(None)] if union else [kind]
+    plain = [typing.get_origin(member) or member for member in members]
+    return tuple(plain) if plain and all(is_port_or_component(member) for member in plain) else ()
+
 
 # Components are listed by searching text: importing every component would take seconds.
 DECORATED = re.compile(r"^@(?:component|reward|tool)\b.*?^(?:class|def) (\w+)", re.MULTILINE | re.DOTALL)
@@ -26,11 +273,9 @@ class Source(Protocol):
 
     def names(self) -> list[str]:
         """Return all component names, without importing components."""
-        ...
 
     def find_candidates(self, use: str) -> list["Candidate"]:
         """Return the modules that may contain a component with this name: none, one, or several clashing ones."""
-        ...
 
 
 @attrs.frozen
@@ -203,8 +448,6 @@ class Registry:
     def _look_up_uncached(self, use: str) -> Spec | Problem:
         candidates = self.find_candidates(use)
         if not candidates:
-            from drawloom.graph.registry.suggestions import suggest_name  # few recipes have problems
-
             return Problem("DL201", f"no component is called {use!a}", suggest_name(use, self.names()))
         if len(candidates) > 1:
             distributions = " and ".join(candidate.distribution for candidate in candidates)
@@ -217,8 +460,6 @@ class Registry:
             names = " and ".join(item.__name__ for item in classes)
             return Problem("DL203", f"{use!r} contains the components {names}", "move every class to a file of its own")
         if not classes:
-            from drawloom.graph.registry.suggestions import describe_siblings  # few recipes have problems
-
             actual = (
                 f"{candidates[0].module}:{candidates[0].attribute}" if candidates[0].installed else "a library module"
             )

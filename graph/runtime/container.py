@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import attrs
 
-from drawloom.graph.component import Every, Ordered
+from drawloom.graph.component import Every, Ordered, internal
 from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.lifecycle import LifecycleStage
 from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
-from drawloom.graph.registry.spec import Field
+from drawloom.graph.registry.registry import Field
 from drawloom.graph.types.port_match import find_mismatches, implements_any, join_mismatches
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Edge, Node
@@ -115,7 +115,7 @@ class Container(Mapping[str, Any]):
     _objects: dict[str, Any] = attrs.field(factory=dict, init=False)
     _opened: NamedExitStack = attrs.field(factory=NamedExitStack, init=False)
     _failure_handlers: list[str] = attrs.field(factory=list, init=False)
-    _watchers: list[str] = attrs.field(init=False, factory=list)
+    _watchers: list[str] = internal(factory=list)
 
     @pause_garbage_collection()
     def build(self) -> None:

@@ -6,12 +6,11 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.component import port_needs_named_nodes
+from drawloom.graph.component import internal, port_needs_named_nodes
 from drawloom.graph.problems import KeyPath, Problem
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
-from drawloom.graph.registry.registry import Registry
-from drawloom.graph.registry.spec import Field
+from drawloom.graph.registry.registry import Field, Registry
 from drawloom.graph.types.port_match import implements, implements_any
 from drawloom.graph.wiring.node import Edge, Node, format_path
 from drawloom.graph.wiring.settings import INVALID_VALUE, SettingsResolver
@@ -25,7 +24,7 @@ class GraphBuilder:
     registry: Registry
     nodes: dict[str, Node] = attrs.field(factory=dict)
     incomplete: list[Problem] = attrs.field(factory=list)
-    _settings: SettingsResolver = attrs.field(init=False)
+    _settings: SettingsResolver = internal()
 
     def __attrs_post_init__(self) -> None:
         self._settings = SettingsResolver(self.recipe.vars, self.recipe.folder, self.recipe.layers)

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from drawloom.graph.problems import KeyPath, did_you_mean
 from drawloom.graph.recipe.merged import MergedRecipe
-from drawloom.graph.registry.registry import Registry
-from drawloom.graph.registry.spec import Field
+from drawloom.graph.registry.registry import Field, Registry
 from drawloom.graph.types.port_match import find_mismatches, implements_any, join_mismatches
 from drawloom.graph.wiring.node import Node, format_path
 

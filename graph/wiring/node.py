@@ -8,7 +8,7 @@ import attrs
 
 from drawloom.graph.problems import KeyPath, Position, Problem
 from drawloom.graph.recipe.layers import Table, locate_part
-from drawloom.graph.registry.spec import Spec
+from drawloom.graph.registry.registry import Spec
 from drawloom.graph.types.port_match import implements
 
 

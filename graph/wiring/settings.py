@@ -12,7 +12,7 @@ from drawloom.graph.problems import COMMAND_LINE, KeyPath, Position, Problem, di
 from drawloom.graph.recipe.layers import Layer, Leaf, Table, find_origin
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE, describe_missing_variable
 from drawloom.graph.recipe.overrides import quote_override
-from drawloom.graph.registry.spec import Field
+from drawloom.graph.registry.registry import Field
 from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, format_path
 

@@ -26,8 +26,9 @@ from torch import Tensor
 from drawloom.kernels.adamw.eager import BLOCK as CODE_BLOCK
 from drawloom.kernels.adamw.eager import SMALLEST, ParamState, compute_values_and_midpoints
 from drawloom.kernels.gradients.eager import scale_and_sum_squares
-from drawloom.kernels.triton.launch import cache_launches, limit_registers
 from drawloom.kernels.triton.primitives import (
+    cache_launches,
+    limit_registers,
     load_or_zero,
     philox,
     round_stochastically,

@@ -36,13 +36,11 @@ class StatisticsKernel(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SoftmaxStatistics]:
         """Return the result (..., heads, v_dim) and its statistics."""
-        ...
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: SoftmaxStatistics
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients for q, k and v, given one for the result `mixed` (..., heads, v_dim)."""
-        ...
 
 
 def attend_with_optional_sinks(

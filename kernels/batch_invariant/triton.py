@@ -17,8 +17,8 @@ from torch.autograd import Function
 from drawloom.kernels.attention.eager import AttentionImplementation, attention_flops, attention_on_meta
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.operation import once_differentiable, register_kernel
-from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
+    cache_launches,
     cdiv,
     check_floats,
     contiguous_last_dim,

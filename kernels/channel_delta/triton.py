@@ -40,8 +40,7 @@ from drawloom.kernels.triton.chunks import (
     store_tile,
     sum_tokens,
 )
-from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import load_float32
+from drawloom.kernels.triton.primitives import cache_launches, load_float32
 
 MAX_EXPONENT = tl.constexpr(40.0)
 """The largest exponent of a factor: two such factors and a sum over channels fit into bfloat16 and float32."""
@@ -107,34 +106,33 @@ def _decay_queries_and_keys(
     PARTS: tl.constexpr = (K + BK - 1) // BK
     channel = tl.program_id(0) % PARTS * BK + tl.arange(0, BK)
     _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
+    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
     _first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
-    gates = tl.maximum(load_tile(g, tokens, head, HEADS, channel, K).to(tl.float32), MIN_GATE)
+    gates = tl.maximum(load_tile(g, head_tokens, channel, K).to(tl.float32), MIN_GATE)
     decays = sum_tokens(mask_causal_document_pairs(own, inside), gates)
-    store_tile(sums, tokens, head, HEADS, channel, K, decays)
+    store_tile(sums, head_tokens, channel, K, decays)
     total = tl.sum(tl.where((token == end)[:, None], decays, 0.0), 0)
     from_state = exp_where((own == incoming)[:, None], decays)
-    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
-    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
-    store_tile(decayed_q, tokens, head, HEADS, channel, K, query * from_state)
-    store_tile(decayed_k, tokens, head, HEADS, channel, K, key * from_state)
-    store_tile(k_to_end, tokens, head, HEADS, channel, K, key * exp_where((own == last)[:, None], total - decays))
+    query = load_tile(q, key_tokens, channel, K).to(tl.float32)
+    key = load_tile(k, key_tokens, channel, K).to(tl.float32)
+    store_tile(decayed_q, head_tokens, channel, K, query * from_state)
+    store_tile(decayed_k, head_tokens, channel, K, key * from_state)
+    store_tile(k_to_end, head_tokens, channel, K, key * exp_where((own == last)[:, None], total - decays))
 
 
 @triton.jit
-def _load_border_decays(
-    sums, tokens, end, size, is_alone, head, HEADS: tl.constexpr, channel, K: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
+def _load_border_decays(sums, head_tokens, end, size, is_alone, channel, K: tl.constexpr, DTYPE: tl.constexpr):
     """
     Return factors from and to the border between a token's halves with `size` tokens, the pairs, and the next size.
 
     The next size is 0 if all decays in the halves are above exp(-LIMIT): then these factors serve pairs in a half, too.
     """
     LIMIT: tl.constexpr = MAX_FLOAT16_EXPONENT if tl.float16 == DTYPE else MAX_EXPONENT
-    first, token, _inside = tokens
+    (first, token, _inside), head, HEADS = head_tokens
     border = (token | (2 * size - 1)) - size  # the first half's last token
-    exponents = load_tile(sums, tokens, head, HEADS, channel, K)
-    exponents -= load_tile(sums, (first, border, border <= end), head, HEADS, channel, K)
+    exponents = load_tile(sums, head_tokens, channel, K)
+    exponents -= load_tile(sums, ((first, border, border <= end), head, HEADS), channel, K)
     different = token[:, None] ^ token[None, :]
     is_last = is_alone & (tl.max(tl.max(tl.abs(exponents), 1), 0) <= LIMIT)
     least, next_size = tl.where(is_last, 1, size), tl.where(is_last, 0, size // 2)
@@ -153,6 +151,7 @@ def _solve_chunk_systems(
     # fmt: on
     """Store, by chunk and head, decayed scores, the inverse system, and its products with keys and values."""
     _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     own, _incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     is_alone = tl.load(ids + first) == last
@@ -162,29 +161,29 @@ def _solve_chunk_systems(
         size = CHUNK // 2
         while size > 0:
             from_border, to_border, is_pair, size = _load_border_decays(
-                sums, tokens, end, size, is_alone, head, HEADS, channel, K, k.dtype.element_ty
+                sums, head_tokens, end, size, is_alone, channel, K, k.dtype.element_ty
             )
-            key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+            key = load_tile(k, key_tokens, channel, K).to(tl.float32)
             near = tl.trans((key * to_border).to(k.dtype.element_ty))
             product = multiply((key * from_border).to(k.dtype.element_ty), near, PRECISION)
             by_key += tl.where(is_pair, product, 0.0)
-            query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+            query = load_tile(q, key_tokens, channel, K).to(tl.float32)
             product = multiply((query * from_border).to(k.dtype.element_ty), near, PRECISION)
             by_query += tl.where(is_pair, product, 0.0)
         # A token's own query and key meet without a decay.
-        query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
-        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+        query = load_tile(q, key_tokens, channel, K).to(tl.float32)
+        key = load_tile(k, key_tokens, channel, K).to(tl.float32)
         by_query += tl.where(token[:, None] == token[None, :], tl.sum(query * key, 1)[:, None], 0.0)
     is_pair = mask_causal_document_pairs(own, inside)
-    store_tile(scores, tokens, head, HEADS, token, CHUNK, tl.where(is_pair, by_query, 0.0))
-    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
+    store_tile(scores, head_tokens, token, CHUNK, tl.where(is_pair, by_query, 0.0))
+    factors = load_by_token(beta, head_tokens).to(tl.float32)
     system = tl.where(is_pair & (token[:, None] > token[None, :]), factors[:, None] * by_key, 0.0)
     DTYPE: tl.constexpr = tl.float16 if k.dtype.element_ty.primitive_bitwidth == 16 else tl.float32
     solved = invert_unit_lower_triangular(system, DTYPE, PRECISION)
-    store_tile(inverse, tokens, head, HEADS, token, CHUNK, solved)
+    store_tile(inverse, head_tokens, token, CHUNK, solved)
     weighted = (solved * factors[None, :]).to(k.dtype.element_ty)
-    multiply_columns(weighted, decayed_k, keys, tokens, head, HEADS, K, BK, PRECISION)
-    multiply_columns(weighted, v, written, tokens, head, HEADS, V, BV, PRECISION)
+    multiply_columns(weighted, decayed_k, keys, head_tokens, K, BK, PRECISION)
+    multiply_columns(weighted, v, written, head_tokens, V, BV, PRECISION)
 
 
 # fmt: off
@@ -199,6 +198,7 @@ def _compute_gradients(
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
     number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
+    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     is_alone = tl.load(ids + first) == last
@@ -209,15 +209,15 @@ def _compute_gradients(
         column = begin + tl.arange(0, BV)
         state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
         grad_state = load_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
-        grads = load_tile(grad, tokens, head, HEADS, column, V)
-        wanted = load_tile(grad_written, tokens, head, HEADS, column, V)
-        values = load_tile(written, tokens, head, HEADS, column, V)
+        grads = load_tile(grad, head_tokens, column, V)
+        wanted = load_tile(grad_written, head_tokens, column, V)
+        values = load_tile(written, head_tokens, column, V)
         to_query += multiply(grads, tl.trans(state), PRECISION)
         from_start += multiply(wanted, tl.trans(state), PRECISION)
         from_end += multiply(values, tl.trans(grad_state), PRECISION)
         along_state += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
-    decays = load_tile(sums, tokens, head, HEADS, channel, K)
-    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+    decays = load_tile(sums, head_tokens, channel, K)
+    key = load_tile(k, key_tokens, channel, K)
     total = tl.load(sums + (((first + end) * HEADS + head) * K + channel), mask=channel < K, other=0.0)
     from_state = exp_where((own == incoming)[:, None], decays)
     to_query *= from_state
@@ -226,39 +226,39 @@ def _compute_gradients(
     from_end *= exp_where((own == last)[:, None], total - decays)
     at_end = tl.sum(from_end * key.to(tl.float32), 0)
     at_end += tl.where(last == incoming, tl.exp(total), 0.0) * along_state
-    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
+    factors = load_by_token(beta, head_tokens).to(tl.float32)
     size = CHUNK // 2
     while size > 0:
         # Tiles are loaded again for every size, of which there are few: between, registers have better use.
         from_border, to_border, is_pair, size = _load_border_decays(
-            sums, tokens, end, size, is_alone, head, HEADS, channel, K, k.dtype.element_ty
+            sums, head_tokens, end, size, is_alone, channel, K, k.dtype.element_ty
         )
-        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        key = load_tile(k, key_tokens, channel, K)
         near = (key.to(tl.float32) * to_border).to(key.dtype)
-        pairs = load_transposed(grad_scores, tokens, head, HEADS, token, CHUNK)
+        pairs = load_transposed(grad_scores, head_tokens, token, CHUNK)
         to_query += from_border * multiply(tl.where(is_pair, pairs, 0.0).to(key.dtype), near, PRECISION)
         # Gradients for a token's system, without its beta; and for those of later tokens.
-        pairs = load_tile(grad_pairs, tokens, head, HEADS, token, CHUNK)
+        pairs = load_tile(grad_pairs, head_tokens, token, CHUNK)
         from_start += from_border * multiply(tl.where(is_pair, pairs, 0.0).to(key.dtype), near, PRECISION)
-        pairs = load_transposed(grad_pairs, tokens, head, HEADS, token, CHUNK).to(tl.float32) * factors[None, :]
+        pairs = load_transposed(grad_pairs, head_tokens, token, CHUNK).to(tl.float32) * factors[None, :]
         near = (key.to(tl.float32) * from_border).to(key.dtype)
         through_pairs = multiply(tl.where(is_pair, pairs, 0.0).to(key.dtype), near, PRECISION)
-        query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        query = load_tile(q, key_tokens, channel, K)
         near = (query.to(tl.float32) * from_border).to(key.dtype)
-        pairs = load_tile(grad_scores, tokens, head, HEADS, token, CHUNK)
+        pairs = load_tile(grad_scores, head_tokens, token, CHUNK)
         through_pairs += multiply(tl.where(is_pair, pairs, 0.0).to(key.dtype), near, PRECISION)
         from_end += to_border * through_pairs
-    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
-    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K).to(tl.float32)
+    query = load_tile(q, key_tokens, channel, K).to(tl.float32)
+    key = load_tile(k, key_tokens, channel, K).to(tl.float32)
     along = tl.sum(from_start * key, 1)
     tl.store(part_factors + ((first + token) * PARTS + part) * HEADS + head, along, mask=inside)
     from_start *= factors[:, None]
     grad_sums = query * to_query + key * (from_start - from_end)
     grad_sums += tl.where((token == end)[:, None], at_end[None, :], 0.0)
     grad_gates = sum_tokens(mask_document_pairs_by_key(own, inside), grad_sums)
-    store_tile(grad_g, tokens, head, HEADS, channel, K, grad_gates)
+    store_tile(grad_g, head_tokens, channel, K, grad_gates)
     # A token's own query and key meet without a decay.
     itself = grad_scores + ((first + token) * HEADS + head) * CHUNK + token
     to_itself = load_float32(itself, inside)[:, None]
-    store_tile(grad_q, tokens, head, HEADS, channel, K, to_query + to_itself * key)
-    store_tile(grad_k, tokens, head, HEADS, channel, K, from_start + from_end + to_itself * query)
+    store_tile(grad_q, head_tokens, channel, K, to_query + to_itself * key)
+    store_tile(grad_k, head_tokens, channel, K, from_start + from_end + to_itself * query)

@@ -63,7 +63,10 @@ class _WholeProbabilities(Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, weight_gradient: WeightGradient
     ) -> tuple[Tensor, Tensor]:
         """Return every token's loss and log-sum-exp, both (tokens,), at least float32."""
-        log_probs, lse = _compute_log_softmax_and_lse(hidden, weight)
+        logits = hidden @ weight.T
+        log_probs = F.log_softmax(logits, dim=-1, dtype=accumulation_dtype(hidden))
+        # log p = logit - lse for every word; at the largest logit the difference rounds least.
+        lse = logits.amax(-1) - log_probs.amax(-1)
         losses = F.nll_loss(log_probs, targets, ignore_index=ignore_index, reduction="none")
         ctx.save_for_backward(hidden, weight, targets, log_probs)
         ctx.ignore_index, ctx.weight_gradient = ignore_index, weight_gradient
@@ -87,14 +90,6 @@ class _WholeProbabilities(Function):
 
 
 _weight_gradient = MatrixProduct(lambda grad_logits, hidden: (grad_logits.T, hidden))
-
-
-def _compute_log_softmax_and_lse(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits' log softmax (tokens, vocabulary) and their log-sum-exp (tokens,)."""
-    logits = hidden @ weight.T
-    log_probs = F.log_softmax(logits, dim=-1, dtype=accumulation_dtype(hidden))
-    # log p = logit - lse for every word; at the largest logit the difference rounds least.
-    return log_probs, logits.amax(-1) - log_probs.amax(-1)
 
 
 def _compute_grad_logits_from_log_probs(

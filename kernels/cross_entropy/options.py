@@ -11,11 +11,9 @@ class VocabularyGroup(Protocol):
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a tensor (any shape) over the ranks, in place (all-reduce)."""
-        ...
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Stack all ranks' tensors (...) along a new first dimension: (ranks, ...) (all-gather)."""
-        ...
 
 
 class SplitVocabulary(Protocol):
@@ -24,12 +22,10 @@ class SplitVocabulary(Protocol):
     @property
     def first(self) -> int:
         """Return this rank's first row index."""
-        ...
 
     @property
     def group(self) -> VocabularyGroup:
         """Return the rank group with all rows."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,9 @@ from drawloom.kernels.deferred_grads import (
 from drawloom.kernels.operation import once_differentiable, register_kernel, register_operator
 from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.triton import tma
-from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
     addmm_fp32,
+    cache_launches,
     cdiv,
     check_floats,
     contiguous_last_dim,

@@ -42,8 +42,8 @@ from drawloom.kernels.moe.triton import sum_rows_and_gather_scalars
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.rms_norm.triton import RmsNorm, allocate_norm, launch_forward, norm_rows, rms_norm_triton
 from drawloom.kernels.triton import tma
-from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
+    cache_launches,
     cdiv,
     check_floats,
     load_float32,

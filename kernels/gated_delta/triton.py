@@ -60,8 +60,8 @@ from drawloom.kernels.triton.chunks import (
     store_state_tile,
     store_tile,
 )
-from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
+    cache_launches,
     cdiv,
     check_floats,
     load_float32,
@@ -232,13 +232,14 @@ def solve_chunk_systems(
     # fmt: on
     """Store, by chunk and head, the decay sums, the inverse system, and its products with keys and values."""
     _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
-    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
-    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-    gates = tl.maximum(load_by_token(g, tokens, head, HEADS).to(tl.float32), MIN_GATE)
+    factors = load_by_token(beta, head_tokens).to(tl.float32)
+    key = load_tile(k, key_tokens, channel, K)
+    gates = tl.maximum(load_by_token(g, head_tokens).to(tl.float32), MIN_GATE)
     is_pair = mask_causal_document_pairs(own, inside)
     sums = tl.sum(tl.where(is_pair, gates[None, :], 0.0), 1)
     tl.store(decays + by_head, sums, mask=inside)
@@ -248,12 +249,12 @@ def solve_chunk_systems(
     # With unit keys all numbers are small: float16 has the precision of TF32, and shorter products.
     DTYPE: tl.constexpr = tl.float16 if key.dtype.primitive_bitwidth == 16 else tl.float32
     solved = invert_unit_lower_triangular(system, DTYPE, PRECISION)
-    store_tile(inverse, tokens, head, HEADS, token, CHUNK, solved)
+    store_tile(inverse, head_tokens, token, CHUNK, solved)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
     product = multiply(weighted, key, PRECISION)
-    store_tile(keys, tokens, head, HEADS, channel, K, product)
-    multiply_columns((solved * factors[None, :]).to(key.dtype), v, written, tokens, head, HEADS, V, BV, PRECISION)
+    store_tile(keys, head_tokens, channel, K, product)
+    multiply_columns((solved * factors[None, :]).to(key.dtype), v, written, head_tokens, V, BV, PRECISION)
 
 
 # fmt: off
@@ -265,17 +266,18 @@ def multiply_keys_by_inverse(
     # fmt: on
     """Store the inverse systems' products with keys, as `solve_chunk_systems` does."""
     _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
     _first, token, _inside = tokens
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
-    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
-    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-    solved = load_tile(inverse, tokens, head, HEADS, token, CHUNK).to(tl.float32)
+    factors = load_by_token(beta, head_tokens).to(tl.float32)
+    key = load_tile(k, key_tokens, channel, K)
+    solved = load_tile(inverse, head_tokens, token, CHUNK).to(tl.float32)
     if not BY_CHANNEL:
-        factors *= tl.where(own == incoming, tl.exp(load_by_token(decays, tokens, head, HEADS)), 0.0)
+        factors *= tl.where(own == incoming, tl.exp(load_by_token(decays, head_tokens)), 0.0)
     weighted = (solved * factors[None, :]).to(key.dtype)
     product = multiply(weighted, key, PRECISION)
-    store_tile(keys, tokens, head, HEADS, channel, K, product)
+    store_tile(keys, head_tokens, channel, K, product)
 
 
 # fmt: off
@@ -300,16 +302,17 @@ def carry_states_and_update_written(
         narrow = carried.to(states.dtype.element_ty)
         store_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
         tokens = locate_tokens(row, chunk, length)
+        head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
         first, token, inside = tokens
         end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
         own = tl.load(ids + first + token, mask=inside, other=-2)
         last = tl.load(ids + first + end)
-        _sums, to_end, kept = load_decays(decays, tokens, end, own, last, head, HEADS, channel, K, BY_CHANNEL)
-        seen = load_tile(keys, tokens, head, HEADS, channel, K)
-        values = load_tile(written, tokens, head, HEADS, column, V).to(tl.float32)
+        _sums, to_end, kept = load_decays(decays, head_tokens, end, own, last, channel, K, BY_CHANNEL)
+        seen = load_tile(keys, head_tokens, channel, K)
+        values = load_tile(written, head_tokens, column, V).to(tl.float32)
         values -= multiply(seen, narrow, PRECISION)
-        store_tile(written, tokens, head, HEADS, column, V, values)
-        key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        store_tile(written, head_tokens, column, V, values)
+        key = load_transposed(k, key_tokens, channel, K)
         carried = carried * tl.where(last == incoming, kept, 0.0)
         carried += multiply(key, (values * to_end[:, None]).to(key.dtype), PRECISION)
         incoming = last
@@ -332,14 +335,15 @@ def compute_results(
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // BLOCKS, length, chunks, HEADS)
+    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
     _first, token, inside = tokens
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     if weights is None:
-        sums = load_by_token(decays, tokens, head, HEADS)
-        query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-        key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        sums = load_by_token(decays, head_tokens)
+        query = load_tile(q, key_tokens, channel, K)
+        key = load_transposed(k, key_tokens, channel, K)
         state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
         from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
         mixed = from_state[:, None] * multiply(query, state, PRECISION)
@@ -347,12 +351,12 @@ def compute_results(
         pair_decay = exp_where(is_pair, sums[:, None] - sums[None, :])
         scores = multiply(query, key, PRECISION) * pair_decay
     else:
-        query = load_tile(q, tokens, head, HEADS, channel, K)
+        query = load_tile(q, head_tokens, channel, K)
         mixed = multiply(query, load_state_tile(states, number * HEADS + head, channel, column, K, V), PRECISION)
-        scores = load_tile(weights, tokens, head, HEADS, token, CHUNK)
-    values = load_tile(written, tokens, head, HEADS, column, V)
+        scores = load_tile(weights, head_tokens, token, CHUNK)
+    values = load_tile(written, head_tokens, column, V)
     mixed += multiply(scores.to(values.dtype), values, PRECISION)
-    store_tile(result, tokens, head, HEADS, column, V, mixed)
+    store_tile(result, head_tokens, column, V, mixed)
 
 
 # fmt: off
@@ -368,6 +372,7 @@ def compute_gradients_within_chunks(
     decays. Start the decay sums' gradients. With `weights`, see `compute_results`, store gradients for these instead.
     """
     _number, head, _row, _chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     channel = tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
@@ -375,20 +380,20 @@ def compute_gradients_within_chunks(
     is_pair = mask_document_pairs_by_key(own, inside)
     # By key and query: the transpose of the scores.
     if weights is None:
-        sums = load_by_token(decays, tokens, head, HEADS)
-        query = load_transposed(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        sums = load_by_token(decays, head_tokens)
+        query = load_transposed(q, key_tokens, channel, K)
+        key = load_tile(k, key_tokens, channel, K)
         pair_decay = exp_where(is_pair, sums[None, :] - sums[:, None])
         scores = multiply(key, query, PRECISION) * pair_decay
     else:
-        scores = load_transposed(weights, tokens, head, HEADS, token, CHUNK)
+        scores = load_transposed(weights, head_tokens, token, CHUNK)
     by_key = tl.zeros((CHUNK, CHUNK), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        grads = load_tile(grad, tokens, head, HEADS, column, V)
-        values = load_tile(written, tokens, head, HEADS, column, V)
+        grads = load_tile(grad, head_tokens, column, V)
+        values = load_tile(written, head_tokens, column, V)
         product = multiply(scores.to(grads.dtype), grads, PRECISION)
-        store_tile(grad_written, tokens, head, HEADS, column, V, product)
+        store_tile(grad_written, head_tokens, column, V, product)
         by_key += multiply(values, tl.trans(grads), PRECISION)
     if weights is None:
         through_pairs = by_key * scores
@@ -396,7 +401,7 @@ def compute_gradients_within_chunks(
         by_key *= pair_decay
     else:
         by_key = tl.where(is_pair, by_key, 0.0)
-    store_tile(grad_scores, tokens, head, HEADS, token, CHUNK, by_key)
+    store_tile(grad_scores, head_tokens, token, CHUNK, by_key)
 
 
 # fmt: off
@@ -417,16 +422,17 @@ def carry_gradients_back(
         narrow = carried.to(grad_states.dtype.element_ty)
         store_state_tile(grad_states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
         tokens = locate_tokens(row, chunk, length)
+        head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
         own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
-        sums, to_end, kept = load_decays(decays, tokens, end, own, last, head, HEADS, channel, K, BY_CHANNEL)
+        sums, to_end, kept = load_decays(decays, head_tokens, end, own, last, channel, K, BY_CHANNEL)
         from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-        values = load_tile(grad_written, tokens, head, HEADS, column, V).to(tl.float32)
+        key = load_tile(k, key_tokens, channel, K)
+        values = load_tile(grad_written, head_tokens, column, V).to(tl.float32)
         values += to_end[:, None] * multiply(key, narrow, PRECISION)
-        store_tile(grad_written, tokens, head, HEADS, column, V, values)
-        query = load_transposed(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-        seen = load_transposed(keys, tokens, head, HEADS, channel, K)
-        grads = load_tile(grad, tokens, head, HEADS, column, V).to(tl.float32)
+        store_tile(grad_written, head_tokens, column, V, values)
+        query = load_transposed(q, key_tokens, channel, K)
+        seen = load_transposed(keys, head_tokens, channel, K)
+        grads = load_tile(grad, head_tokens, column, V).to(tl.float32)
         carried = carried * tl.where(last == incoming, kept, 0.0)
         carried += multiply(query, (from_state[:, None] * grads).to(query.dtype), PRECISION)
         carried -= multiply(seen, values.to(seen.dtype), PRECISION)
@@ -448,40 +454,41 @@ def compute_system_gradients(
     lack beta and decays, and all else that follows from them is for `compute_gradients_by_channel`.
     """
     _number, head, _row, _chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     channel = tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
-    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
-    solved = load_transposed(inverse, tokens, head, HEADS, token, CHUNK)
+    factors = load_by_token(beta, head_tokens).to(tl.float32)
+    solved = load_transposed(inverse, head_tokens, token, CHUNK)
     by_pair = tl.zeros((CHUNK, CHUNK), tl.float32)
     to_factors = tl.zeros((CHUNK,), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        grads = load_tile(grad_written, tokens, head, HEADS, column, V)
-        real = load_tile(v, tokens, head, HEADS, column, V)
+        grads = load_tile(grad_written, head_tokens, column, V)
+        real = load_tile(v, head_tokens, column, V)
         wanted = multiply(solved, grads, PRECISION)
-        store_tile(grad_v, tokens, head, HEADS, column, V, factors[:, None] * wanted)
-        store_tile(grad_written, tokens, head, HEADS, column, V, wanted)
+        store_tile(grad_v, head_tokens, column, V, factors[:, None] * wanted)
+        store_tile(grad_written, head_tokens, column, V, wanted)
         to_factors += tl.sum(wanted * real.to(tl.float32), 1)
-        values = load_tile(written, tokens, head, HEADS, column, V)
+        values = load_tile(written, head_tokens, column, V)
         by_pair -= multiply(wanted.to(values.dtype), tl.trans(values), PRECISION)
     is_pair = mask_causal_document_pairs(own, inside) & (token[:, None] > token[None, :])
     if BY_CHANNEL:
         by_pair = tl.where(is_pair, by_pair, 0.0)
     else:
-        sums = load_by_token(decays, tokens, head, HEADS)
-        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        sums = load_by_token(decays, head_tokens)
+        key = load_tile(k, key_tokens, channel, K)
         by_pair *= exp_where(is_pair, sums[:, None] - sums[None, :])
         through_pairs = by_pair * multiply(key, tl.trans(key), PRECISION)
         to_factors += tl.sum(through_pairs, 1)
         through_pairs *= factors[:, None]
-        grad_sums = load_by_token(grad_decays, tokens, head, HEADS)
+        grad_sums = load_by_token(grad_decays, head_tokens)
         grad_sums += tl.sum(through_pairs, 1) - tl.sum(through_pairs, 0)
         tl.store(grad_decays + by_head, grad_sums, mask=inside)
         by_pair *= factors[:, None]
     tl.store(grad_factors + by_head, to_factors, mask=inside)
-    store_tile(grad_pairs, tokens, head, HEADS, token, CHUNK, by_pair)
+    store_tile(grad_pairs, head_tokens, token, CHUNK, by_pair)
 
 
 # fmt: off
@@ -500,28 +507,30 @@ def compute_query_gradients(
     part = tl.program_id(0) % PARTS
     program = tl.program_id(0) // PARTS
     chunk_number, key_head, row, chunk, tokens = locate_chunk_and_head(program, length, chunks, HEADS // GROUPS)
+    key_tokens = tokens, key_head, HEADS // GROUPS
     first, token, inside = tokens
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = part * BK + tl.arange(0, BK)
-    query = load_tile(q, tokens, key_head, HEADS // GROUPS, channel, K)
-    key = load_tile(k, tokens, key_head, HEADS // GROUPS, channel, K)
+    query = load_tile(q, key_tokens, channel, K)
+    key = load_tile(k, key_tokens, channel, K)
     total = tl.zeros((CHUNK, BK), tl.float32)
     for number in range(GROUPS):
         head = key_head * GROUPS + number
+        head_tokens = tokens, head, HEADS
         to_query = tl.zeros((CHUNK, BK), tl.float32)
         for begin in range(0, V, BV):
             column = begin + tl.arange(0, BV)
             state = load_state_tile(states, chunk_number * HEADS + head, channel, column, K, V)
-            grads = load_tile(grad, tokens, head, HEADS, column, V)
+            grads = load_tile(grad, head_tokens, column, V)
             to_query += multiply(grads, tl.trans(state), PRECISION)
-        sums = load_by_token(decays, tokens, head, HEADS)
+        sums = load_by_token(decays, head_tokens)
         to_query *= tl.where(own == incoming, tl.exp(sums), 0.0)[:, None]
         by_part = ((first + token) * PARTS + part) * HEADS + head
         tl.store(part_decays + by_part, tl.sum(to_query * query.to(tl.float32), 1), mask=inside)
-        scores = load_transposed(grad_scores, tokens, head, HEADS, token, CHUNK)
+        scores = load_transposed(grad_scores, head_tokens, token, CHUNK)
         total += to_query
         total += multiply(scores, key, PRECISION)
-    store_tile(grad_q, tokens, key_head, HEADS // GROUPS, channel, K, total)
+    store_tile(grad_q, key_tokens, channel, K, total)
 
 
 # fmt: off
@@ -539,6 +548,7 @@ def compute_key_gradients(
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
     number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
+    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = part * BK + tl.arange(0, BK)
@@ -548,17 +558,17 @@ def compute_key_gradients(
         column = begin + tl.arange(0, BV)
         state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
         grad_state = load_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
-        wanted = load_tile(grad_written, tokens, head, HEADS, column, V)
-        values = load_tile(written, tokens, head, HEADS, column, V)
+        wanted = load_tile(grad_written, head_tokens, column, V)
+        values = load_tile(written, head_tokens, column, V)
         through_state += multiply(wanted, tl.trans(state), PRECISION)
         to_key += multiply(values, tl.trans(grad_state), PRECISION)
         along_state += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
-    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
-    sums = load_by_token(decays, tokens, head, HEADS)
+    factors = load_by_token(beta, head_tokens).to(tl.float32)
+    sums = load_by_token(decays, head_tokens)
     total = tl.load(decays + (first + end) * HEADS + head)
     to_end = exp_where(own == last, total - sums)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+    key = load_tile(k, key_tokens, channel, K)
     to_key *= to_end[:, None]
     from_end = tl.sum(to_key * key.to(tl.float32), 1)
     along = -from_state * tl.sum(through_state * key.to(tl.float32), 1)
@@ -569,13 +579,13 @@ def compute_key_gradients(
     tl.store(part_decays + by_part, grad_sums, mask=inside)
     tl.store(part_factors + by_part, along, mask=inside)
     to_key -= (factors * from_state)[:, None] * through_state
-    pairs = load_tile(grad_pairs, tokens, head, HEADS, token, CHUNK)
+    pairs = load_tile(grad_pairs, head_tokens, token, CHUNK)
     to_key += multiply(pairs, key, PRECISION)
     to_key += multiply(tl.trans(pairs), key, PRECISION)
-    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
-    scores = load_tile(grad_scores, tokens, head, HEADS, token, CHUNK)
+    query = load_tile(q, key_tokens, channel, K)
+    scores = load_tile(grad_scores, head_tokens, token, CHUNK)
     to_key += multiply(scores, query, PRECISION)
-    store_tile(grad_k, tokens, head, HEADS, channel, K, to_key)
+    store_tile(grad_k, head_tokens, channel, K, to_key)
 
 
 # fmt: off
@@ -587,11 +597,12 @@ def sum_g_and_beta_gradients_kernel(
     # fmt: on
     """Store gates' and beta's gradients: the sums over all parts, and for gates within a document and chunk."""
     _number, head, _row, _chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    head_tokens = tokens, head, HEADS
     first, token, inside = tokens
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
-    grad_sums = load_by_token(grad_decays, tokens, head, HEADS)
-    to_factors = load_by_token(grad_factors, tokens, head, HEADS)
+    grad_sums = load_by_token(grad_decays, head_tokens)
+    to_factors = load_by_token(grad_factors, head_tokens)
     for part in tl.static_range(PARTS):
         by_part = ((first + token) * PARTS + part) * HEADS + head
         grad_sums += load_or_zero(part_decays + by_part, inside)
@@ -612,8 +623,8 @@ tl.constexpr):
     channel, tokens = tl.arange(0, BK), (0, key_head, key_head < count)
     total = tl.zeros((SIZE, BK), tl.float32)
     for number in tl.static_range(GROUPS):
-        total += load_tile(grad, tokens, number, GROUPS, channel, K).to(tl.float32)
-    store_tile(result, tokens, 0, 1, channel, K, total)
+        total += load_tile(grad, (tokens, number, GROUPS), channel, K).to(tl.float32)
+    store_tile(result, (tokens, 0, 1), channel, K, total)
 
 
 MAX_WIDTH = 256

@@ -17,8 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.operation import make_differentiable, register_kernel
-from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, check_floats, load_float32, next_power_of_2, view_as_rows
+from drawloom.kernels.triton.primitives import (
+    cache_launches,
+    cdiv,
+    check_floats,
+    load_float32,
+    next_power_of_2,
+    view_as_rows,
+)
 
 TILE = 2048
 """Elements that a program processes at a time: 8 per thread, 16 bytes of each tensor in half precision."""

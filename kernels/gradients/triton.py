@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, load_float32, upload
+from drawloom.kernels.triton.primitives import cache_launches, cdiv, load_float32, upload
 
 PART = 2**14
 """Elements that a program scales."""

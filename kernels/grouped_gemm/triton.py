@@ -24,8 +24,8 @@ from drawloom.kernels.grouped_gemm.eager import (
 )
 from drawloom.kernels.operation import register_kernel, register_operator
 from drawloom.kernels.triton import tma
-from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
+    cache_launches,
     cdiv,
     check_floats,
     contiguous_last_dim,

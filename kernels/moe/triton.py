@@ -28,8 +28,8 @@ from torch.autograd import Function
 from drawloom.kernels.moe.eager import DROPPED, PeerTensors, Routes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.results import PermutedRows
-from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
+    cache_launches,
     cdiv,
     check_floats,
     load_float32,

@@ -35,11 +35,9 @@ class RowKernels(Protocol):
 
     def quantize_rows(self, x: Tensor, transposed: bool) -> Any:
         """Return elements (rows, width) and scales (rows,) as `data` and `scale`, for x (rows, width)."""
-        ...
 
     def dequantize_rows(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return elements times scales, (rows, width)."""
-        ...
 
 
 class CallRecorder(ABC):

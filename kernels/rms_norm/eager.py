@@ -39,7 +39,8 @@ class _RmsNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         """Return a tensor like x (..., hidden_size); weight (hidden_size,) has any float dtype."""
-        rstd = _compute_reciprocal_rms(x, eps)
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accumulation_dtype(x))
+        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # 1 / sqrt(mean(x^2) + eps), (..., 1)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered
         return as_new_alias((x * rstd).mul_(_widen_weight(weight, rstd.dtype, zero_centered)).to(x.dtype))
@@ -51,7 +52,11 @@ class _RmsNorm(Function):
         grad, factor = grad.to(rstd.dtype), _widen_weight(weight, rstd.dtype, ctx.zero_centered)
         normed = x * rstd
         product = grad * normed
-        grad_weight = _sum_over_vectors(product).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight: Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            # This gradient can't be deferred: a split backward pass would keep the product, which is as large as x.
+            total = product.flatten(0, -2).sum(0) if product.ndim > 1 else product
+            grad_weight = total.to(weight.dtype)
         along = product.matmul(factor / -max(x.shape[-1], 1)).unsqueeze(-1)
         grad_x = normed.mul_(along).addcmul_(grad, factor).mul_(rstd)
         return grad_x.to(x.dtype), grad_weight, None, None
@@ -60,15 +65,3 @@ class _RmsNorm(Function):
 def _widen_weight(weight: Tensor, wide: torch.dtype, zero_centered: bool) -> Tensor:
     """Return the factor for normalized vectors in a wide dtype: the weight, or 1 + weight."""
     return weight.to(wide) + 1 if zero_centered else weight.to(wide)
-
-
-def _sum_over_vectors(product: Tensor) -> Tensor:
-    """Sum a product (..., hidden_size) over all leading dimensions: the weight's gradient (hidden_size,)."""
-    # This gradient can't be deferred: a split backward pass would keep the product, which is as large as x.
-    return product.flatten(0, -2).sum(0) if product.ndim > 1 else product
-
-
-def _compute_reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / sqrt(mean(x^2) + eps) of x (..., width), as (..., 1) in at least float32."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accumulation_dtype(x))
-    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.operation import make_differentiable, register_kernel, register_operator
-from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
+    cache_launches,
     cdiv,
     check_floats,
     contiguous_last_dim,

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, check_floats, contiguous_last_dim, next_power_of_2
+from drawloom.kernels.triton.primitives import cache_launches, cdiv, check_floats, contiguous_last_dim, next_power_of_2
 
 TILE = 4096
 """Words in a tile: 16 per thread."""

@@ -30,8 +30,8 @@ from drawloom.kernels.sparse_attention.eager import (
     choose_keys_eager,
     sparse_attention_eager,
 )
-from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
+    cache_launches,
     cdiv,
     check_floats,
     has_large_shared_memory,

@@ -34,8 +34,7 @@ from drawloom.kernels.triton.chunks import (
     multiply,
     store_tile,
 )
-from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, check_floats
+from drawloom.kernels.triton.primitives import cache_launches, cdiv, check_floats
 
 MAX_WIDTH = 128
 """The widest keys in Triton; with wider ones, a program's gradients do not fit into registers."""
@@ -63,9 +62,9 @@ def sum_gates(g, ids, decays, length, chunks, HEADS: tl.constexpr, BLOCK: tl.con
     first, token, inside = tokens
     own = tl.load(ids + first + token, mask=inside, other=-2)
     heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gates = tl.maximum(load_tile(g, tokens, 0, 1, heads, HEADS).to(tl.float32), MIN_GATE)
+    gates = tl.maximum(load_tile(g, (tokens, 0, 1), heads, HEADS).to(tl.float32), MIN_GATE)
     sums = multiply(mask_causal_document_pairs(own, inside).to(tl.float32), gates, "tf32x3")
-    store_tile(decays, tokens, 0, 1, heads, HEADS, sums)
+    store_tile(decays, (tokens, 0, 1), heads, HEADS, sums)
 
 
 # fmt: off
@@ -76,24 +75,25 @@ def mix_values(
 ):
     # fmt: on
     """Store a chunk's results for all value heads with a common key head."""
-    KEY_HEADS: tl.constexpr = HEADS // GROUPS
-    number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, KEY_HEADS)
+    number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS // GROUPS)
+    key_tokens = tokens, key_head, HEADS // GROUPS
     _first, _token, inside = tokens
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
-    query = load_tile(q, tokens, key_head, KEY_HEADS, channel, K)
-    scores = multiply(query, load_transposed(k, tokens, key_head, KEY_HEADS, channel, K), PRECISION)
+    query = load_tile(q, key_tokens, channel, K)
+    scores = multiply(query, load_transposed(k, key_tokens, channel, K), PRECISION)
     is_pair = mask_causal_document_pairs(own, inside)
     for head in range(key_head * GROUPS, (key_head + 1) * GROUPS):
-        sums = load_by_token(decays, tokens, head, HEADS)
+        head_tokens = tokens, head, HEADS
+        sums = load_by_token(decays, head_tokens)
         weights = (scores * exp_where(is_pair, sums[:, None] - sums[None, :])).to(query.dtype)
         for begin in tl.static_range(0, V, BV):
             column = begin + tl.arange(0, BV)
             state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
-            values = load_tile(v, tokens, head, HEADS, column, V).to(query.dtype)
+            values = load_tile(v, head_tokens, column, V).to(query.dtype)
             mixed = exp_where(own == incoming, sums)[:, None] * multiply(query, state, PRECISION)
             mixed = tl.dot(weights, values, mixed, input_precision=PRECISION)
-            store_tile(result, tokens, head, HEADS, column, V, mixed)
+            store_tile(result, head_tokens, column, V, mixed)
 
 
 # fmt: off
@@ -105,27 +105,28 @@ def compute_value_gradients(
 ):
     # fmt: on
     """Store a chunk's gradients for values, and their part in the gradients for gates' sums."""
-    KEY_HEADS: tl.constexpr = HEADS // GROUPS
-    number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, KEY_HEADS)
+    number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS // GROUPS)
+    key_tokens = tokens, key_head, HEADS // GROUPS
     first, token, inside = tokens
     own, _incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
-    key = load_tile(k, tokens, key_head, KEY_HEADS, channel, K)
-    scores = multiply(key, load_transposed(q, tokens, key_head, KEY_HEADS, channel, K), PRECISION)  # by key and query
+    key = load_tile(k, key_tokens, channel, K)
+    scores = multiply(key, load_transposed(q, key_tokens, channel, K), PRECISION)  # by key and query
     is_pair = mask_document_pairs_by_key(own, inside)
     for head in range(key_head * GROUPS, (key_head + 1) * GROUPS):
-        sums, total = load_by_token(decays, tokens, head, HEADS), tl.load(decays + (first + end) * HEADS + head)
+        head_tokens = tokens, head, HEADS
+        sums, total = load_by_token(decays, head_tokens), tl.load(decays + (first + end) * HEADS + head)
         weights = (scores * exp_where(is_pair, sums[None, :] - sums[:, None])).to(key.dtype)
         to_sums = tl.zeros((CHUNK,), tl.float32)
         for begin in tl.static_range(0, V, BV):
             column = begin + tl.arange(0, BV)
-            values = load_tile(v, tokens, head, HEADS, column, V).to(tl.float32)
-            grads = load_tile(grad, tokens, head, HEADS, column, V).to(key.dtype)
+            values = load_tile(v, head_tokens, column, V).to(tl.float32)
+            grads = load_tile(grad, head_tokens, column, V).to(key.dtype)
             grad_state = load_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
             through_state = exp_where(own == last, total - sums)[:, None] * multiply(key, grad_state, PRECISION)
             to_sums += tl.where(token == end, tl.sum(tl.sum(through_state * values, 1), 0), 0.0)
             to_values = tl.dot(weights, grads, through_state, input_precision=PRECISION)
-            store_tile(grad_v, tokens, head, HEADS, column, V, to_values)
+            store_tile(grad_v, head_tokens, column, V, to_values)
             to_sums -= tl.sum(to_values * values, 1)
         tl.store(grad_sums + (first + token) * HEADS + head, to_sums, mask=inside)
 
@@ -139,24 +140,25 @@ def compute_other_gradients(
 ):
     # fmt: on
     """Store a chunk's gradients for a key head's queries and keys, and for gates."""
-    KEY_HEADS: tl.constexpr = HEADS // GROUPS
-    number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, KEY_HEADS)
+    number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS // GROUPS)
+    key_tokens = tokens, key_head, HEADS // GROUPS
     first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
-    query = load_tile(q, tokens, key_head, KEY_HEADS, channel, K)
-    key = load_tile(k, tokens, key_head, KEY_HEADS, channel, K)
-    scores = multiply(query, load_transposed(k, tokens, key_head, KEY_HEADS, channel, K), PRECISION)
+    query = load_tile(q, key_tokens, channel, K)
+    key = load_tile(k, key_tokens, channel, K)
+    scores = multiply(query, load_transposed(k, key_tokens, channel, K), PRECISION)
     is_pair, by_query = mask_causal_document_pairs(own, inside), tl.zeros((CHUNK, CHUNK), tl.float32)
     to_queries, to_keys = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
     for head in range(key_head * GROUPS, (key_head + 1) * GROUPS):
-        sums, total = load_by_token(decays, tokens, head, HEADS), tl.load(decays + (first + end) * HEADS + head)
+        head_tokens = tokens, head, HEADS
+        sums, total = load_by_token(decays, head_tokens), tl.load(decays + (first + end) * HEADS + head)
         from_state, to_end = exp_where(own == incoming, sums), exp_where(own == last, total - sums)
-        to_sums = load_by_token(grad_sums, tokens, head, HEADS)
+        to_sums = load_by_token(grad_sums, head_tokens)
         for begin in tl.static_range(0, V, BV):
             column = begin + tl.arange(0, BV)
-            values = load_tile(v, tokens, head, HEADS, column, V).to(key.dtype)
-            grads = load_tile(grad, tokens, head, HEADS, column, V).to(key.dtype)
+            values = load_tile(v, head_tokens, column, V).to(key.dtype)
+            grads = load_tile(grad, head_tokens, column, V).to(key.dtype)
             state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
             grad_state = load_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
             along_state = tl.sum(tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1), 0)
@@ -172,13 +174,13 @@ def compute_other_gradients(
         to_gates = tl.sum(tl.where(is_pair, to_sums[:, None], 0.0), 0)
         tl.store(grad_g + (first + token) * HEADS + head, to_gates, mask=inside)
     # Stored and loaded, because products with transposes of accumulated tiles are wrong on Hopper.
-    store_tile(pairs, tokens, key_head, KEY_HEADS, token, CHUNK, by_query)
+    store_tile(pairs, key_tokens, token, CHUNK, by_query)
     to_queries = tl.dot(by_query.to(key.dtype), key, to_queries, input_precision=PRECISION)
-    store_tile(grad_q, tokens, key_head, KEY_HEADS, channel, K, to_queries)
+    store_tile(grad_q, key_tokens, channel, K, to_queries)
     tl.debug_barrier()
-    by_key = load_transposed(pairs, tokens, key_head, KEY_HEADS, token, CHUNK)
+    by_key = load_transposed(pairs, key_tokens, token, CHUNK)
     to_keys = tl.dot(by_key, query, to_keys, input_precision=PRECISION)
-    store_tile(grad_k, tokens, key_head, KEY_HEADS, channel, K, to_keys)
+    store_tile(grad_k, key_tokens, channel, K, to_keys)
 
 
 def _allocate_forward(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,14 @@ from torch import Tensor
 
 from drawloom.kernels.operation import register_operator
 from drawloom.kernels.stochastic_copy.eager import PER_DRAW
-from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, load_or_zero, philox, round_stochastically, split_into_16bit_halves
+from drawloom.kernels.triton.primitives import (
+    cache_launches,
+    cdiv,
+    load_or_zero,
+    philox,
+    round_stochastically,
+    split_into_16bit_halves,
+)
 
 BLOCK = 1024
 

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.triton.launch import cache_launches, limit_registers
 from drawloom.kernels.triton.primitives import (
+    cache_launches,
     cdiv,
     get_dot_precision,
+    limit_registers,
     load_or_zero,
     mask_tile,
     next_power_of_2,
@@ -41,7 +42,8 @@ def locate_chunk_and_head(program, length, chunks, HEADS: tl.constexpr):
     """
     Return the chunk's number among all rows' chunks, the head, the row, the chunk, and its tokens.
 
-    Tokens are the first one's number among all rows, their indices in the chunk, and whether they exist.
+    Tokens are the first one's number among all rows, their indices in the chunk, and whether they exist. A head's
+    tokens are these, the head, and the number of heads.
     """
     number, head = program // HEADS, program % HEADS
     row, chunk = number // chunks, number % chunks
@@ -66,29 +68,27 @@ def load_chunk_document_ids(ids, before, row, chunk, tokens, length):
 
 
 @triton.jit
-def load_by_token(tensor, tokens, head, HEADS: tl.constexpr):
+def load_by_token(tensor, head_tokens):
     """Load a head's number for every token."""
-    first, token, inside = tokens
+    (first, token, inside), head, HEADS = head_tokens
     return load_or_zero(tensor + ((first + token) * HEADS + head), inside)
 
 
 @triton.jit
-def load_decays(
-    decays, tokens, end, own, last, head, HEADS: tl.constexpr, channel, K: tl.constexpr, BY_CHANNEL: tl.constexpr
-):  # fmt: skip
+def load_decays(decays, head_tokens, end, own, last, channel, K: tl.constexpr, BY_CHANNEL: tl.constexpr):
     """
     Return log decays from the start, factors to the chunk's end, both by token, and the factor for the state.
 
     By channel, this is a column (channel, 1), and queries and keys have the others already.
     """
-    first, _token, _inside = tokens
+    (first, _token, _inside), head, HEADS = head_tokens
     if BY_CHANNEL:
         sums = tl.zeros((CHUNK,), tl.float32)
         to_end = exp_where(own == last, sums)
         at_end = load_or_zero(decays + (((first + end) * HEADS + head) * K + channel), channel < K)
         kept = tl.exp(at_end)[:, None]
     else:
-        sums = load_by_token(decays, tokens, head, HEADS)
+        sums = load_by_token(decays, head_tokens)
         total = tl.load(decays + (first + end) * HEADS + head)
         to_end = exp_where(own == last, total - sums)
         kept = tl.exp(total)
@@ -96,25 +96,25 @@ def load_decays(
 
 
 @triton.jit
-def load_tile(tensor, tokens, head, HEADS: tl.constexpr, columns, WIDTH: tl.constexpr):
+def load_tile(tensor, head_tokens, columns, WIDTH: tl.constexpr):
     """Load tokens by a head's columns (columns,)."""
-    first, token, inside = tokens
+    (first, token, inside), head, HEADS = head_tokens
     at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[:, None] * (HEADS * WIDTH) + columns[None, :])
     return load_or_zero(at, mask_tile(inside, columns < WIDTH))
 
 
 @triton.jit
-def load_transposed(tensor, tokens, head, HEADS: tl.constexpr, columns, WIDTH: tl.constexpr):
+def load_transposed(tensor, head_tokens, columns, WIDTH: tl.constexpr):
     """Load `load_tile` transposed: columns by tokens."""
-    first, token, inside = tokens
+    (first, token, inside), head, HEADS = head_tokens
     at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[None, :] * (HEADS * WIDTH) + columns[:, None])
     return load_or_zero(at, inside[None, :] & (columns < WIDTH)[:, None])
 
 
 @triton.jit
-def store_tile(tensor, tokens, head, HEADS: tl.constexpr, columns, WIDTH: tl.constexpr, values):
+def store_tile(tensor, head_tokens, columns, WIDTH: tl.constexpr, values):
     """Store tokens by a head's columns (columns,)."""
-    first, token, inside = tokens
+    (first, token, inside), head, HEADS = head_tokens
     at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[:, None] * (HEADS * WIDTH) + columns[None, :])
     tl.store(at, values, mask=mask_tile(inside, columns < WIDTH))
 
@@ -151,14 +151,13 @@ def sum_tokens(exists, x):
 
 @triton.jit
 def multiply_columns(
-    left, tensor, result, tokens, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    left, tensor, result, head_tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Store left (CHUNK, CHUNK) times a head's tokens by all columns, BLOCK columns at a time."""
     for begin in range(0, WIDTH, BLOCK):
         column = begin + tl.arange(0, BLOCK)
-        product = multiply(left, load_tile(tensor, tokens, head, HEADS, column, WIDTH), PRECISION)
-        store_tile(result, tokens, head, HEADS, column, WIDTH, product)
+        product = multiply(left, load_tile(tensor, head_tokens, column, WIDTH), PRECISION)
+        store_tile(result, head_tokens, column, WIDTH, product)
 
 
 @triton.jit
@@ -235,10 +234,11 @@ def carry_states(
         store_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
         tokens = locate_tokens(row, chunk, length)
         own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
-        sums, to_end, kept = load_decays(decays, tokens, end, own, last, head, HEADS, channel, K, BY_CHANNEL)
+        head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+        sums, to_end, kept = load_decays(decays, head_tokens, end, own, last, channel, K, BY_CHANNEL)
         factors = exp_where(own == incoming, sums) if BACK else to_end
-        values = load_tile(v, tokens, head, HEADS, column, V).to(tl.float32)
-        key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        values = load_tile(v, head_tokens, column, V).to(tl.float32)
+        key = load_transposed(k, key_tokens, channel, K)
         carried *= tl.where(last == incoming, kept, 0.0)
         carried = tl.dot(key, (values * factors[:, None]).to(key.dtype), carried, input_precision=PRECISION)
     if result is not None:

@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, load_or_zero
+from drawloom.kernels.triton.primitives import cache_launches, cdiv, load_or_zero
 from drawloom.kernels.weight_formats.eager import FORMATS, FP4_VALUES, NF4_VALUES, STORAGE
 
 ELEMENTS = 4096

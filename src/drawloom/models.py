@@ -15,8 +15,17 @@ from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
 from drawloom.components.model.decoder.layer_types import LayerTypesConfig
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear, LinearHead, RMSNorm
-from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import chunk, concatenate, identity, rename, stack, transpose, unstack
+from drawloom.components.weights.mapper import (
+    chunk,
+    concatenate,
+    identity,
+    parallel,
+    rename,
+    sequential,
+    stack,
+    transpose,
+    unstack,
+)
 
 __all__ = [
     "ChunkedHead",

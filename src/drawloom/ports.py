@@ -4,7 +4,6 @@ The ports (interfaces between components) and the plain data that components exc
 Public are the names defined by these modules, and not their imports, as type checkers see it.
 """
 
-from drawloom.components.ports.adapters import *
 from drawloom.components.ports.checkpoint import *
 from drawloom.components.ports.corpus import *
 from drawloom.components.ports.data import *
@@ -12,10 +11,7 @@ from drawloom.components.ports.distributed import *
 from drawloom.components.ports.experts import *
 from drawloom.components.ports.features import *
 from drawloom.components.ports.kernels import *
-from drawloom.components.ports.memory import *
 from drawloom.components.ports.model import *
-from drawloom.components.ports.parameter_roles import *
-from drawloom.components.ports.passes import *
 from drawloom.components.ports.pipeline import *
 from drawloom.components.ports.program import *
 from drawloom.components.ports.run import *
@@ -30,8 +26,6 @@ from drawloom.kernels.results import *
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from drawloom.components.ports.environments import *
-    from drawloom.components.ports.recordable import *
     from drawloom.components.ports.rollouts import *
     from drawloom.components.ports.shared_texts import *
 else:
@@ -40,7 +34,7 @@ else:
         # Reinforcement learning has ports that other runs do not import.
         from importlib import import_module
 
-        for home in ("recordable", "shared_texts", "environments", "rollouts") if not name.startswith("_") else ():
+        for home in ("shared_texts", "rollouts") if not name.startswith("_") else ():
             names = vars(import_module(f"drawloom.components.ports.{home}"))
             if name in names:
                 return names[name]

@@ -32,7 +32,7 @@ def prove(
     one open `prover` share its processes. Raises BrokenContractError with the first difference.
     """
     from drawloom.components.proving.prover import Prover  # imports torch
-    from drawloom.components.proving.subject import Subject
+    from drawloom.components.proving.run import Subject
 
     if isinstance(subject, str):
         named = Subject(subject, words, imports=[imports] if isinstance(imports, str) else imports, nodes=nodes)

@@ -20,8 +20,15 @@ from drawloom.components.data.packing.concatenated import Concatenated
 from drawloom.components.data.packing.first_fit import FirstFit
 from drawloom.components.data.packing.padded import Padded
 from drawloom.components.data.packing.pieces import RowIndex
-from drawloom.components.data.store.shard import ShardWriter, TokenShard, get_shard_stem
-from drawloom.components.data.store.store import FORMAT, STORE, Store, encode_index_with_digest
+from drawloom.components.data.store.store import (
+    FORMAT,
+    STORE,
+    ShardWriter,
+    Store,
+    TokenShard,
+    encode_index_with_digest,
+    get_shard_stem,
+)
 
 LENGTH = 4096
 BLOCK = 10**6

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drawloom.components.weights.mapper_ops import identity
+from drawloom.components.weights.mapper import identity
 from support.tensor_sources import InMemoryTensors, write_safetensors
 from support.weight_folders import fill_module_from_folder
 

@@ -20,8 +20,8 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
+from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.program.timing import compute_timing as time_program
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published_schedules
 from drawloom.components.ports.program import Program

@@ -20,8 +20,8 @@ from drawloom.components.contracts.run import ObservedState
 from drawloom.components.ports.checkpoint import NodeState, Restorer, Stager
 from drawloom.components.ports.data import MovableData, TokenBatch, TrainingData, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes, Reduce
+from drawloom.components.ports.features import MemoryPolicy
 from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.memory import MemoryPolicy
 from drawloom.components.ports.model import KeyValueCache, TokenContext
 from drawloom.components.ports.pipeline import (
     Executor,

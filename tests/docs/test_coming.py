@@ -6,7 +6,7 @@ import pytest
 
 from drawloom.graph.foreign_names import read_foreign_names
 from drawloom.graph.project import Project, Recipe
-from drawloom.graph.registry.spec import Spec
+from drawloom.graph.registry.registry import Spec
 from generate.coming import PAGE, page
 
 RECIPES = ("chat", "dpo", "grpo", "first_run", "pretrain_tokenized")

@@ -12,7 +12,7 @@ from jsonschema import Draft7Validator
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.layers import Table
-from drawloom.graph.registry.spec import read_spec
+from drawloom.graph.registry.registry import read_spec
 from drawloom.graph.schema import make_recipe_schema, make_setting_schema
 from drawloom.graph.types.structure import ValueConverter
 from support.golden import write_faulty

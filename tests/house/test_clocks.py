@@ -10,7 +10,7 @@ ALLOWED = {
     "components/distributed/error_file.py",  # torchrun shows people times
     "components/data/sources/files.py",  # whether a file has changed since it was tokenized
     "components/run/locks.py",  # tells a person since when a folder is in use
-    "components/storage/regular_file.py",  # whether a file is the one that was checked
+    "components/storage/durable_files.py",  # whether a file is the one that was checked
     "graph/registry/registry.py",  # whether packages were installed since the search path was read
 }
 

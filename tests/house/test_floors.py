@@ -149,7 +149,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW
         | {
             "components.checkpoint.manifest",
-            "components.checkpoint.verification",
+            "components.checkpoint.reader",
             "components.pipeline.program",
             "components.pipeline.simulation",
             "components.run.locks",

@@ -47,7 +47,7 @@ QUESTIONS = {
     "how do I log to Weights & Biases?": ("weights & biases", "trackers/wandb.py", "howto/trackers.md"),
     "where do CUDA graphs pay?": ("cuda graph", "pipeline/captured.py", "kernels.md"),
     "does it use torch.compile?": ("torch.compile", "stages/compiled.py", "kernels.md"),
-    "where is the load-balancing loss of experts?": ("load-balancing", "model/decoder/router.py", "families.md"),
+    "where is the load-balancing loss of experts?": ("load-balancing", "model/decoder/experts.py", "families.md"),
     "is there a sliding window?": ("sliding window", "model/mistral.py", "families.md"),
     "is training deterministic?": ("deterministic", "run/randomness.py", "kernels.md"),
     "how does it start under torchrun?": ("torchrun", "distributed/torchrun.py", "clusters.md"),

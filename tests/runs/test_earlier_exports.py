@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from drawloom.components.model.decoder.router import Router
+from drawloom.components.model.decoder.experts import Router
 from support.mutations import put
 from support.processes import run_ranks
 from support.runs import Outcome, command, rows, write_corpus

@@ -18,7 +18,7 @@ OTHER_SAMPLER = """
 import torch
 
 from drawloom import reward
-from drawloom.components.model.decoder.router import Router
+from drawloom.components.model.decoder.experts import Router
 
 choose = Router.choose_experts
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.report.run_table import read_run_rows
+from drawloom.components.report.run_record import read_run_rows
 from support.forked_children import fork_children
 from support.processes import run_ranks
 from support.runs import deterministic_rows, drawloom

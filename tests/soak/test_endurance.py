@@ -26,9 +26,8 @@ from hypothesis.stateful import (
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.checkpoint.manifest import CorruptCheckpointError
-from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
+from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state, verify_checkpoint
 from drawloom.components.checkpoint.staging.blocking import Blocking
-from drawloom.components.checkpoint.verification import verify_checkpoint
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.checkpoints import LocalNode, StateNode, checkpointer, state_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.proving.prover import Prover
-from drawloom.components.proving.subject import Subject
+from drawloom.components.proving.run import Subject
 from support.blocks import ROOT, read_files
 from support.chat import tokenizer_folder
 from support.mesh_faults import FAULTS, SeededFault, prove_with

@@ -10,9 +10,8 @@ from torch import nn
 from drawloom.components.adapters.lora import Lora
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.ports.adapters import Adapter, Fill
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.stages import Stage
+from drawloom.components.ports.stages import Adapter, Fill, Stage
 from drawloom.components.weights.adapted import freeze_adapt_and_list_targets, materialize_and_initialize_adapters
 from support.doubles import PlainStages
 from support.qwen3 import whole

@@ -204,7 +204,7 @@ def lean_launches() -> dict[str, Any]:
     """Return how many launches bypassed the JIT, and the ones that differ from the JIT's own launches."""
     from drawloom.kernels.gates import triton as gate_kernels
     from drawloom.kernels.rms_norm import triton as rms_norm
-    from drawloom.kernels.triton.launch import LeanKernel
+    from drawloom.kernels.triton.primitives import LeanKernel
     from support.kernel_launches import launches
 
     Compiler(complete=False)

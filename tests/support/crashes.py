@@ -9,8 +9,8 @@ from pathlib import Path
 import attrs
 
 from drawloom.components.checkpoint.manifest import CorruptCheckpointError
+from drawloom.components.checkpoint.reader import verify_checkpoint
 from drawloom.components.checkpoint.staging.blocking import Blocking
-from drawloom.components.checkpoint.verification import verify_checkpoint
 from drawloom.graph import UserError
 from support.checkpoints import restore_step, save_steps
 from support.disk import Shadow, kill_at, watch_calls

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from drawloom.components.distributed.single_process import SingleProcess
-from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.model import BatchContext, LayerRange
-from drawloom.components.ports.stages import Stage
+from drawloom.components.ports.stages import Adapter, Stage
 
 
 @attrs.frozen

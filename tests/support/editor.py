@@ -13,7 +13,7 @@ from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcMethodNotFound
 from pygls.lsp.client import LanguageClient
 
-from drawloom.graph.lsp.meaning import Meaning
+from drawloom.graph.lsp.workspace import Meaning
 
 Write = Callable[[str, str], Path]
 """Types a text into a document; returns its path."""

@@ -18,7 +18,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import KeyValueCache, LayerRange, TokenContext
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.convert import convert_tensors, persistent_tensors
+from drawloom.components.weights.load import convert_tensors, persistent_tensors
 from support.adapted import OneStage, adapt, lora
 from support.qwen3 import (
     SIZES,

@@ -15,7 +15,7 @@ from drawloom.components.distributed.sum_over_shards import SumOverParameters
 from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.gradients.clip_group_norm import ClipGroupNorm
 from drawloom.components.gradients.synchronize import Synchronize
-from drawloom.components.model.decoder.router import Router
+from drawloom.components.model.decoder.experts import Router
 from drawloom.components.model.layers import Linear, LinearHead
 from drawloom.components.optim.muon import SharedMatrices, orthogonalize
 from drawloom.components.optim.sgd import SGD
@@ -30,7 +30,7 @@ from drawloom.components.parallel.row_sums import RowSums
 from drawloom.components.parallel.tensor import TensorDimension
 from drawloom.components.proving.prover import Prover
 from drawloom.components.proving.result import ProveResult
-from drawloom.components.proving.subject import Subject
+from drawloom.components.proving.run import Subject
 from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.ports import Step, get_or_create_gradient
 

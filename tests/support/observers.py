@@ -31,10 +31,9 @@ from drawloom.components.ports.corpus import TokenCorpus, complete_document
 from drawloom.components.ports.data import Examples, MeasuredRows, MovableData, PackedDataset, RowSource, TokenBatch
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
-from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.pipeline import Loss, OuterLayersSchedule
 from drawloom.components.ports.run import Batching, Event, Interval, RunFolder, RunInfo, Step
-from drawloom.components.ports.stages import Stage, Stages
+from drawloom.components.ports.stages import Role, Stage, Stages, default_role
 from drawloom.graph import Every, UserError
 from drawloom.graph.testing import build, fake
 from support import chat

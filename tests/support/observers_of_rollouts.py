@@ -14,9 +14,8 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.phases.advantages import Advantages
 from drawloom.components.ports.data import MovableData, ValidationData
-from drawloom.components.ports.environments import Reply
 from drawloom.components.ports.model import LanguageModel
-from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
+from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Reply, Scored
 from drawloom.components.ports.run import Batching, Events, RunFolder, RunInfo, Step
 from drawloom.graph import Ordered, UserError
 from drawloom.graph.project import Recipe

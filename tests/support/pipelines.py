@@ -51,16 +51,14 @@ from drawloom.components.pipeline.captured import CapturedPasses
 from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.schedules.circular import Circular
-from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import Head, HiddenStates, TokenContext
-from drawloom.components.ports.passes import PassFeature
-from drawloom.components.ports.pipeline import Schedule, sum_losses_and_weights
+from drawloom.components.ports.pipeline import PassFeature, Schedule, sum_losses_and_weights
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Recompute
+from drawloom.components.ports.stages import Adapter, Recompute
 from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.graph.registry.registry import Registry
 from support.adapted import lora
@@ -440,7 +438,7 @@ def steps(
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
     evaluated: int | None = None,
-    features: Sequence[type[Any]] = (),
+    features: Sequence[Callable[..., Any]] = (),
 ) -> list[dict[str, Any]]:
     """Return the results of each case's steps on this rank of a mesh."""
     common = kind, dtypes, step_count, layers, experts, recompute, settings, evaluated, features
@@ -457,7 +455,7 @@ def steps_on_meshes(
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
     evaluated: int | None = None,
-    features: Sequence[type[Any]] = (),
+    features: Sequence[Callable[..., Any]] = (),
 ) -> list[list[dict[str, Any]]]:
     """
     Return the results of each case's steps on this rank, in all processes started together, or in this one.
@@ -512,7 +510,7 @@ def _steps(
     recompute: Recompute,
     settings: Mapping[str, Any],
     evaluated: bool,
-    features: Sequence[type[Any]],
+    features: Sequence[Callable[..., Any]],
 ) -> dict[str, Any]:
     """
     Return gradients by name, as the optimizer gets them in the last step, and the weights before it; their slices; the

@@ -23,7 +23,7 @@ LATE = (
     "components.data.auto_tokenizer",
     "components.data.batch_checks",
     "components.data.packing.batches",
-    "components.data.sources.texts",
+    "components.data.sources.files",
     "components.data.store.build",
     "components.data.text_files",
     "components.distributed.launched_ranks",

@@ -4,7 +4,7 @@ import re
 import sys
 
 from drawloom.components.proving.prover import Prover
-from drawloom.components.proving.subject import Subject
+from drawloom.components.proving.run import Subject
 from drawloom.graph.project import Project
 
 SHIPPED = [

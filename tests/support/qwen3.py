@@ -15,7 +15,7 @@ from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.convert import convert_tensors, persistent_tensors
+from drawloom.components.weights.load import convert_tensors, persistent_tensors
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,

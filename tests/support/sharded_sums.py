@@ -13,7 +13,7 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.float8.training import Float8Training
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.overlap.shard_copies import CopiedShards
-from drawloom.components.parallel import shard_transfers
+from drawloom.components.parallel import shard_unit
 from drawloom.components.ports.model import TokenContext
 from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
@@ -92,7 +92,7 @@ def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows
     """
     Return by step the logits of this rank's rows, without a gather by the program and with it, and slices of gradients.
     """
-    shard_transfers.PACKED_BELOW_BYTES = small
+    shard_unit.PACKED_BELOW_BYTES = small
     with join_processes(case.kind, timeout=60.0) as (processes, device):
         stages = _stages(case, processes, device, reshard_after_forward=by_block)
         shards: Any = stages.local[0].shards

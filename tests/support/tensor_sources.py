@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drawloom.components.ports.weights import MAX_SHARD, Mapper
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.convert import stream_converted_tensors
+from drawloom.components.weights.load import stream_converted_tensors
 from drawloom.components.weights.save import compute_output_specs, plan_files, write_files, write_index_if_several_files
 
 

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.memory import Copies, Ticket
+from drawloom.components.ports.features import Copies, Ticket
 
 
 @attrs.define(eq=False)

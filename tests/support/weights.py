@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.parameter_roles import Role, default_role
+from drawloom.components.ports.stages import Role, default_role
 
 MATRIX_AND_VECTOR = {"matrix": (3, 4), "vector": (4,)}
 

@@ -14,7 +14,7 @@ from drawloom.components.data.packing.batches import build_batch
 from drawloom.components.data.packing.pieces import RowPiece
 from drawloom.components.data.preferences import REFERENCES, Preferences
 from drawloom.components.data.sources.formats import Line
-from drawloom.components.data.store.shard import choose_id_dtype
+from drawloom.components.data.store.store import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.loss_passes import add_values_without_adapters

@@ -19,9 +19,15 @@ from drawloom.components.planning.checkpoint_interval import CheckpointInterval,
 from drawloom.components.planning.floor import Floor, compute_floor
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.remedies import RemedyData, TriedPlan, find_remedies, format_remedies
 from drawloom.components.planning.run_length import count_run_length
-from drawloom.components.planning.search import format_search_table, search_fastest_plans
+from drawloom.components.planning.search import (
+    RemedyData,
+    TriedPlan,
+    find_remedies,
+    format_remedies,
+    format_search_table,
+    search_fastest_plans,
+)
 from drawloom.components.planning.text import format_plan
 from drawloom.graph.cli.command import (
     FAILED,

@@ -13,17 +13,22 @@ from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.parallel.data_shard import should_gather_per_block
 from drawloom.components.pipeline.from_csv import read_program_file
 from drawloom.components.pipeline.program.builders import build_forward_only_program
-from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import format_program_csv
-from drawloom.components.pipeline.program.timing import Costs, DeadlockError
+from drawloom.components.pipeline.program.timing import Costs, CostTable, DeadlockError
 from drawloom.components.pipeline.simulation.simulator import Bar, Channels, simulate
 from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, format_comparison, format_count
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.planning.calibrate import load_local_device_model
-from drawloom.components.planning.cost_sources import CostSource, PlannedCosts, TracedCosts, UnitCosts
-from drawloom.components.planning.traces import TracedStep, read_traced_step
+from drawloom.components.planning.cost_sources import (
+    CostSource,
+    PlannedCosts,
+    TracedCosts,
+    TracedStep,
+    UnitCosts,
+    read_traced_step,
+)
 from drawloom.graph.cli.command import (
     JSON,
     Count,
@@ -44,7 +49,7 @@ from drawloom.graph.problems import find_nearest
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.overrides import read_overrides
-from drawloom.graph.registry.spec import Spec
+from drawloom.graph.registry.registry import Spec
 from drawloom.graph.wiring.graph import Graph
 from drawloom.ports import PartitioningSchedule, Program, Schedule
 

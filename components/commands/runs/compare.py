@@ -6,8 +6,13 @@ from pathlib import Path
 
 from drawloom.components.commands._plots import draw_text_plot
 from drawloom.components.commands.runs.runs import shorten_value
-from drawloom.components.report.run_record import Drawings, RunRecord, make_unique_run_names, read_run_record
-from drawloom.components.report.run_table import find_run_folders
+from drawloom.components.report.run_record import (
+    Drawings,
+    RunRecord,
+    find_run_folders,
+    make_unique_run_names,
+    read_run_record,
+)
 from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, find_last_common_step, group_runs_by_settings
 from drawloom.graph.cli.command import (
     Command,

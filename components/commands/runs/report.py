@@ -8,8 +8,7 @@ from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule_svg
 from drawloom.components.report.html import REPORT
 from drawloom.components.report.page import render_page
-from drawloom.components.report.run_record import Drawings, make_unique_run_names, read_run_record
-from drawloom.components.report.run_table import find_run_folders
+from drawloom.components.report.run_record import Drawings, find_run_folders, make_unique_run_names, read_run_record
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph.cli.command import (
     Command,
@@ -25,7 +24,7 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
-from drawloom.graph.cli.exit_codes import format_problems
+from drawloom.graph.cli.result import format_problems
 from drawloom.graph.recipe.lockfile import LOCK
 
 MAX_DRAWN_RUNS = 8

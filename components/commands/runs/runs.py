@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from drawloom.components.report.run_table import (
+from drawloom.components.report.run_record import (
     COLUMNS,
     RunRow,
     State,

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.proving.prover import Prover
 from drawloom.components.proving.result import ProveResult
-from drawloom.components.proving.subject import Subject
+from drawloom.components.proving.run import Subject
 from drawloom.graph.cli.command import OverlayCommand, Project, argument, command, option
 
 UNITS = {"s": 1, "m": 60, "h": 3600}

@@ -27,7 +27,7 @@ from drawloom import UserError
 from drawloom.components.commands.training._sweep_points import Point, make_point
 from drawloom.components.commands.training.sweep import ProcessPool, SweepCommand
 from drawloom.components.report.metrics import METRICS, read_lines
-from drawloom.components.report.run_table import is_run_in_use
+from drawloom.components.report.run_record import is_run_in_use
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.step_log import parse_step_lines
 from drawloom.graph.cli.command import OK, STOPPED, Project, dump_json, output, output_class, print_escaped_text

@@ -21,7 +21,7 @@ from drawloom import UserError
 from drawloom.components.data.sources.files import import_optional_package
 from drawloom.components.report.events import read_log
 from drawloom.components.report.metrics import read_metrics
-from drawloom.components.report.run_table import determine_run_state
+from drawloom.components.report.run_record import determine_run_state
 from drawloom.components.report.seed_groups import shorten_keys
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph.recipe.overrides import read_overrides

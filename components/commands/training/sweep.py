@@ -34,7 +34,7 @@ from drawloom.components.distributed.device_model import DeviceModel, find_devic
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.run_length import count_run_length
 from drawloom.components.report.events import read_log
-from drawloom.components.report.run_table import RunRow, determine_run_state, read_run_rows, sort_run_rows
+from drawloom.components.report.run_record import RunRow, determine_run_state, read_run_rows, sort_run_rows
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph.cli.command import (
     FAILED,

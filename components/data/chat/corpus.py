@@ -16,7 +16,7 @@ from drawloom.components.data.chat.template import ChatTemplate, RenderError, cr
 from drawloom.components.data.chat.turns import EarlierTurnError, find_turn_end_ids
 from drawloom.components.data.sources.documents import choose_split, file_globs, validation_fraction
 from drawloom.components.data.sources.formats import Line, read_json_lines_or_table_rows
-from drawloom.components.data.store.shard import choose_id_dtype
+from drawloom.components.data.store.store import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.graph import component_base_class
 from drawloom.ports import ChatTokenizer, Split, find_end_ids

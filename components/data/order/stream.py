@@ -18,7 +18,7 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.ports import MeasuredRows, PackedDataset, RowOrder, RowSource
 
 WINDOW = 2**12  # positions per lookup: numpy takes the same time for one as for some hundreds
@@ -112,9 +112,9 @@ class RowStream:
     sources: Mapping[str, RowSource]
     order: RowOrder
     segments: list[Segment]
-    _before: list[dict[str, int]] = attrs.field(init=False)
-    _window: int = attrs.field(init=False, default=-1)
-    _rows: np.ndarray = attrs.field(init=False, factory=lambda: np.empty(0, np.int64))
+    _before: list[dict[str, int]] = internal()
+    _window: int = internal(-1)
+    _rows: np.ndarray = internal(factory=lambda: np.empty(0, np.int64))
 
     def __attrs_post_init__(self) -> None:
         """Count the rows per source before each segment."""

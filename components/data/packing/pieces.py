@@ -19,17 +19,13 @@ class RowIndex(Protocol):
     @property
     def rows(self) -> int:
         """Row count."""
-        ...
 
     @property
     def tokens(self) -> int:
         """Token count over all pieces."""
-        ...
 
     def pieces(self, row: int) -> list[RowPiece]:
         """Return a row's pieces, in order. Raises IndexError beyond the last row."""
-        ...
 
     def tokens_per_row(self) -> np.ndarray:
         """Return the token count per row, int64 (rows,)."""
-        ...

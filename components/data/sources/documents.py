@@ -29,11 +29,9 @@ class Part(Protocol):
     @property
     def byte_count(self) -> int:
         """Bytes to read, for the progress."""
-        ...
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents in order, reading one at a time."""
-        ...
 
 
 def file_globs(files: str) -> Any:

@@ -11,8 +11,14 @@ import attrs
 
 from drawloom import UserError
 from drawloom.components.data.sources.documents import PART_BYTES, Document, Part
-from drawloom.components.data.sources.files import PYARROW, File, find_files, import_optional_package, open_file
-from drawloom.components.data.sources.texts import group_text_files
+from drawloom.components.data.sources.files import (
+    PYARROW,
+    File,
+    find_files,
+    group_text_files,
+    import_optional_package,
+    open_file,
+)
 
 
 @attrs.frozen

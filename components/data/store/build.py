@@ -23,13 +23,15 @@ import numpy as np
 
 from drawloom import UserError
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.shard import TokenShard, choose_id_dtype, get_shard_stem
 from drawloom.components.data.store.store import (
     FORMAT,
     LOCK,
     STORE,
     Store,
+    TokenShard,
+    choose_id_dtype,
     encode_index_with_digest,
+    get_shard_stem,
     hash_documents,
     read_index,
 )

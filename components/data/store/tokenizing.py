@@ -7,9 +7,9 @@ from pathlib import Path
 import attrs
 import numpy as np
 
-from drawloom import UserError
+from drawloom import UserError, internal
 from drawloom.components.data.sources.documents import Document, Part
-from drawloom.components.data.store.shard import ShardWriter, choose_id_dtype
+from drawloom.components.data.store.store import ShardWriter, choose_id_dtype
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.ports import Tokenizer, complete_document
 
@@ -109,10 +109,10 @@ class Progress:
     say: Callable[[str], None]
     interval: float
     clock: Callable[[], float] = time.monotonic
-    _read: dict[int, int] = attrs.field(init=False, factory=dict)
-    _tokens: int = attrs.field(init=False, default=0)
-    _started: float = attrs.field(init=False)
-    _last_shown: float = attrs.field(init=False)
+    _read: dict[int, int] = internal(factory=dict)
+    _tokens: int = internal(0)
+    _started: float = internal()
+    _last_shown: float = internal()
 
     def __attrs_post_init__(self) -> None:
         self._started = self._last_shown = self.clock()

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.specs import AttentionSpec, LayerContext
 from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
-from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor_ranks import TensorParallel
+from drawloom.components.parallel.tensor_ranks import SplitDim, TensorParallel
 from drawloom.ports import Kernels, Role
 
 

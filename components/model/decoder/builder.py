@@ -297,7 +297,7 @@ class DecoderModel:
 
     def hugging_face_mapper(self) -> Mapper:
         from drawloom.components.model.decoder.mapper import create_decoder_mapper
-        from drawloom.components.weights.convert import persistent_tensors
+        from drawloom.components.weights.load import persistent_tensors
         from drawloom.components.weights.mapper import sequential
 
         names, joined = [*persistent_tensors(self.build_on_meta())], Mapper(())

@@ -17,7 +17,7 @@ from drawloom.components.model.decoder.rope import (
     RopeScaling,
     longrope_attention_factor,
 )
-from drawloom.components.storage.regular_file import open_untrusted_file
+from drawloom.components.storage.durable_files import open_untrusted_file
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.graph.types.structure import ValueConverter
 from drawloom.ports import ConfigJson, Settings

@@ -19,8 +19,7 @@ from drawloom.components.model.fallback.module import (
     mask_layer_number,
     register_attention,
 )
-from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.mapper_ops import rename
+from drawloom.components.weights.mapper import parallel, rename
 from drawloom.ports import Mapper, TensorGroup
 
 

@@ -26,7 +26,7 @@ from drawloom.components.model.fallback.module import (
     mask_layer_number,
     record_call_order,
 )
-from drawloom.components.weights.convert import convert_tensors, persistent_tensors
+from drawloom.components.weights.load import convert_tensors, persistent_tensors
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.ports import ConfigJson, LayerRange, Settings, TokenContext

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.builders import index_stages_on_ranks
-from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, SchedulingTask
 from drawloom.components.pipeline.program.recomputation import (
     ONE_OF,
@@ -28,6 +27,7 @@ from drawloom.components.pipeline.program.recomputation import (
 )
 from drawloom.components.pipeline.program.timing import (
     Costs,
+    CostTable,
     Floats,
     compute_timing,
     index_produced_and_consumed_results,

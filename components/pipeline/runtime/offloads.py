@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import internal
 from drawloom.kernels.recompute.saved_tensors import Collecting, KeptTensor
 from drawloom.ports import OPS, Action, Operation, PassFeature, PassRun, Ticket, Transfers, is_dtensor
 
@@ -131,10 +132,10 @@ class ActivationMoves:
     run: PassRun
     offloads: Offloads
     offloaded: Set[int]
-    _kept: dict[tuple[int, int], Sequence[ref[KeptTensor]]] = attrs.field(init=False, factory=dict)
-    _moved: dict[tuple[int, int], OffloadedTensors] = attrs.field(init=False, factory=dict)
+    _kept: dict[tuple[int, int], Sequence[ref[KeptTensor]]] = internal(factory=dict)
+    _moved: dict[tuple[int, int], OffloadedTensors] = internal(factory=dict)
     # activations on their way, with the number of compute actions before their memory is freed
-    _leaving: list[tuple[int, OffloadedTensors]] = attrs.field(init=False, factory=list)
+    _leaving: list[tuple[int, OffloadedTensors]] = internal(factory=list)
 
     def compute(self, operation: Operation, action: Action) -> None:
         """Run a compute action; first free the memory for activations whose offload began before the last one."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from drawloom import internal
 from drawloom.components.pipeline.program.builders import index_stages_on_ranks
 from drawloom.components.pipeline.simulation.simulator import Bar, Simulation
 from drawloom.graph.drawing.svg import BOLD_TEXT, END, GREY, INK, MIDDLE, make_svg_document, make_text_element, num
@@ -68,11 +69,11 @@ class _Picture:
     title: str
     caption: str
     measured: Simulation | None = None
-    local_stage: list[int] = attrs.field(init=False)
-    stages_per_rank: int = attrs.field(init=False)
-    unit: float = attrs.field(init=False)
-    digits: float = attrs.field(init=False)
-    row: int = attrs.field(init=False)  # pixels from one rank to the next
+    local_stage: list[int] = internal()
+    stages_per_rank: int = internal()
+    unit: float = internal()
+    digits: float = internal()
+    row: int = internal()  # pixels from one rank to the next
 
     def __attrs_post_init__(self) -> None:
         sides = bool(self.simulation.shard_bars) + 2 * bool(self.simulation.transfer_bars)

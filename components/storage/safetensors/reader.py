@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom import UserError
-from drawloom.components.storage.regular_file import RegularFile, open_untrusted_file
+from drawloom import UserError, internal
+from drawloom.components.storage.durable_files import RegularFile, open_untrusted_file
 from drawloom.components.storage.safetensors.header import (
     HeaderError,
     TensorEntry,
@@ -52,7 +52,7 @@ class SafetensorsFolder:
     """
 
     files: Mapping[str, SafetensorsFile]
-    _mapped: tuple[Path, Any] | None = attrs.field(init=False, default=None)
+    _mapped: tuple[Path, Any] | None = internal(None)
 
     def specs(self) -> Mapping[str, TensorSpec]:
         return {name: file.specs[name] for name, file in self.files.items()}

@@ -45,11 +45,6 @@ class SafetensorsWriter:
             raise ValueError(f"{name} has {actual}, but was planned with {entry.spec}")
         self.file.write_at(view_bytes(tensor), self.begin + entry.start)
 
-    def check_all_are_written(self) -> None:
-        """Raise ValueError if a planned tensor is not written."""
-        if self.missing:
-            raise ValueError(f"{format_names(list(self.missing))} were planned, but not written")
-
 
 @contextmanager
 def create_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
@@ -60,7 +55,8 @@ def create_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iter
         file.write_at(memoryview(head), 0)
         writer = SafetensorsWriter(file, len(head), entries)
         yield writer
-        writer.check_all_are_written()
+        if writer.missing:
+            raise ValueError(f"{format_names(list(writer.missing))} were planned, but not written")
 
 
 def write_safetensors_file(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:

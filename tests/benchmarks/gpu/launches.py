@@ -21,7 +21,7 @@ from drawloom.kernels.grouped_gemm.triton import grouped_gemm_triton
 from drawloom.kernels.moe.triton import moe_permute_triton, moe_routes_triton, moe_unpermute_triton
 from drawloom.kernels.rms_norm.triton import add_rms_norm_triton, rms_norm_triton
 from drawloom.kernels.rope.triton import qk_norm_rope_triton, rope_triton
-from drawloom.kernels.triton.launch import LeanKernel
+from drawloom.kernels.triton.primitives import LeanKernel
 
 CALLS, BATCHES = 50, 20
 

@@ -28,7 +28,7 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
 from drawloom.components.pipeline.program.timing import compute_timing as simulated
-from drawloom.components.planning.traces import TracedStep, read_traced_step
+from drawloom.components.planning.cost_sources import TracedStep, read_traced_step
 from support.pipelines import TRAINING
 
 ROWS = 2 if TINY else int(os.environ.get("ROWS", "4"))

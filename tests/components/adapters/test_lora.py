@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drawloom.components.adapters.full_tuning import FullTuning
-from drawloom.components.ports.adapters import Adapter
+from drawloom.components.ports.stages import Adapter
 from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.graph import UserError
 from support.adapted import lora

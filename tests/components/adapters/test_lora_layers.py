@@ -11,7 +11,7 @@ from drawloom.components.model.layers import Linear
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.weights.adapted import build_meta_model_with_adapters, make_merge_mapper
-from drawloom.components.weights.convert import convert_tensors
+from drawloom.components.weights.load import convert_tensors
 from support.adapted import adapt, fill_from_seed, lora
 from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, sparse
 

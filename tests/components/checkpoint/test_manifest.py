@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from drawloom.components.checkpoint.manifest import CorruptCheckpointError, Manifest
-from drawloom.components.checkpoint.verification import read_manifest, read_manifest_if_sizes_match, verify_checkpoint
+from drawloom.components.checkpoint.reader import read_manifest, read_manifest_if_sizes_match, verify_checkpoint
 from drawloom.components.storage.sha256_stream import FileDigest
 from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph import UserError

@@ -134,14 +134,15 @@ def test_a_checkpoint_that_expires_while_being_read_is_not_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A command that reads while the run saves finds the newer checkpoint."""
-    from drawloom.components.checkpoint import manifest, reader, verification
+    from drawloom.components.checkpoint import manifest, reader
 
     save_steps(tmp_path, 1)
+    verify = reader.verify_checkpoint
 
     def verify_and_rotate(checkpoint: Path) -> manifest.Manifest:
         if checkpoint.name == "step-1":
             save_steps(tmp_path, 2, keep=1)
-        return verification.verify_checkpoint(checkpoint)
+        return verify(checkpoint)
 
     monkeypatch.setattr(reader, "verify_checkpoint", verify_and_rotate)
     assert find_newest_valid_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-2"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.checkpoint import verification
+from drawloom.components.checkpoint import reader
 from drawloom.components.checkpoint.saves import Retention
 from drawloom.components.ports.run import Step
 from support.checkpoints import StateNode, checkpointer, save_steps, state_of
@@ -102,6 +102,6 @@ def test_a_corrupt_checkpoint_does_not_displace_a_valid_one(tmp_path: Path, capl
 def test_nothing_is_verified_while_nothing_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifying old checkpoints costs as much as saving them."""
     save_steps(tmp_path, 1, 2)
-    monkeypatch.setattr(verification, "verify_checkpoint", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(reader, "verify_checkpoint", lambda *_: pytest.fail("it was read"))
     save_steps(tmp_path, 3)
     assert _steps(tmp_path) == {1, 2, 3}

@@ -12,8 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from drawloom.components.data import auto_tokenizer
 from drawloom.components.data.auto_tokenizer import CODE_FILE, CONFIG
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from drawloom.components.data.transformers_ids import SAMPLES, describe_difference_from_transformers_ids
+from drawloom.components.data.hugging_face_tokenizer import (
+    SAMPLES,
+    HuggingFaceTokenizer,
+    describe_difference_from_transformers_ids,
+)
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.ports.corpus import Tokenizer as AnyTokenizer
 

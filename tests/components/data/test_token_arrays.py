@@ -7,7 +7,7 @@ import pytest
 
 from drawloom.components.data import token_arrays
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.data.store.shard import choose_id_dtype
+from drawloom.components.data.store.store import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays, tokenize_split
 from drawloom.components.ports.corpus import Split
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.graph.registry.spec import read_spec
+from drawloom.graph.registry.registry import read_spec
 
 
 def test_names_become_dtypes() -> None:

@@ -24,8 +24,7 @@ from drawloom.components.export.shard_writer import (
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.mapper_ops import identity, stack
+from drawloom.components.weights.mapper import identity, parallel, stack
 from drawloom.components.weights.save import PlannedFile
 from drawloom.graph import UserError
 from support.processes import run_ranks

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.export.shard_writer import choose_owner_by_mapper_group
-from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.mapper_ops import identity, stack
+from drawloom.components.weights.mapper import identity, parallel, stack
 from drawloom.graph import UserError
 
 

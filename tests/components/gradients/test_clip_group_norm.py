@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.gradients.clip_group_norm import ClipGroupNorm
-from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import Role, default_role
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 

@@ -16,7 +16,7 @@ from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.kernels import Kernels
 from drawloom.graph import UserError
 from drawloom.graph.project import Project
-from drawloom.graph.registry.spec import read_spec
+from drawloom.graph.registry.registry import read_spec
 from drawloom.graph.types.port_match import find_mismatches
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from drawloom.kernels.attention.options import AttentionOptions

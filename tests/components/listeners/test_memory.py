@@ -10,7 +10,7 @@ import torch
 
 from drawloom.components.listeners.memory import MemoryReport
 from drawloom.components.listeners.out_of_memory import is_out_of_memory
-from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.features import MemoryKind
 from drawloom.components.ports.run import Event
 from drawloom.components.ports.stages import Recompute
 from drawloom.graph import Every, UserError

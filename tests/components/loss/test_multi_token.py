@@ -20,7 +20,7 @@ from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.storage.tensor_source import TensorSpec
-from drawloom.components.weights.convert import compute_group_output_specs, persistent_tensors
+from drawloom.components.weights.load import compute_group_output_specs, persistent_tensors
 from support.adapted import OneStage
 from support.checkpoints import SingleRankMesh
 from support.families import gradients, small

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.metrics.group import MetricGroup
 from drawloom.components.metrics.histograms import Histograms
-from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import Role, default_role
 from drawloom.components.ports.tracking import Histogram
 from drawloom.graph import UserError
 from support.metrics import combine

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.metrics.memory import Memory
-from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.features import MemoryKind
 from drawloom.components.ports.run import Step
 from drawloom.graph import Every
 from support.doubles import Machine

@@ -15,7 +15,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.deepseek_v32 import DeepseekV32
 from drawloom.components.model.glm_moe_dsa import GlmMoeDsa
-from drawloom.components.weights.convert import persistent_tensors
+from drawloom.components.weights.load import persistent_tensors
 from drawloom.kernels.recompute.policy import apply_recompute_policy, make_recomputable
 from support.families import (
     assert_equal_to_transformers,

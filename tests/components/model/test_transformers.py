@@ -23,7 +23,7 @@ from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.ports.model import LanguageModel, LayerRange, find_length_fault
 from drawloom.components.stages.assembly import add_model_uncast_patterns
 from drawloom.components.weights.adapted import freeze_adapt_and_list_targets, materialize_and_initialize_adapters
-from drawloom.components.weights.convert import convert_tensors, persistent_tensors
+from drawloom.components.weights.load import convert_tensors, persistent_tensors
 from drawloom.graph import Every, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import check_port

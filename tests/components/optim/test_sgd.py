@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from drawloom.components.optim.sgd import SGD
-from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import Role, default_role
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
 from support.checkpoints import SingleRankMesh

@@ -20,7 +20,7 @@ from drawloom.components.optim.streamed_states import (
     list_state_tensors,
     round_up_to_alignment,
 )
-from drawloom.components.ports.memory import MemoryChoice
+from drawloom.components.ports.features import MemoryChoice
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError

@@ -13,7 +13,7 @@ from drawloom.components.optim.host_states import SLOTS
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.optim.sgd import SGD
-from drawloom.components.ports.memory import MemoryChoice
+from drawloom.components.ports.features import MemoryChoice
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe

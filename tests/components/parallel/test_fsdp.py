@@ -16,7 +16,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.overlap.shard_copies import CopiedShards
 from drawloom.components.parallel import shard_unit
 from drawloom.components.parallel.fsdp import ShardedModule
-from drawloom.components.parallel.shard_transfers import start_sum
+from drawloom.components.parallel.shard_unit import start_sum
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.slices import is_dtensor

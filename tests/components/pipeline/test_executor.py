@@ -14,8 +14,13 @@ from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.features import WrappingOrder
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, TokenContext
-from drawloom.components.ports.passes import Operation, PassFeature, PassRun
-from drawloom.components.ports.pipeline import create_step_state, sum_losses_and_weights
+from drawloom.components.ports.pipeline import (
+    Operation,
+    PassFeature,
+    PassRun,
+    create_step_state,
+    sum_losses_and_weights,
+)
 from drawloom.components.ports.program import Action, Op, Program
 from drawloom.components.ports.stages import Stage
 from drawloom.kernels.recompute.marks import is_recomputing

@@ -6,11 +6,15 @@ import pytest
 
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
-from drawloom.components.pipeline.program.cost_table import CostTable
-from drawloom.components.pipeline.program.timing import Costs
-from drawloom.components.planning.cost_sources import FixedPartitionSchedule, PlannedCosts, TracedCosts, UnitCosts
+from drawloom.components.pipeline.program.timing import Costs, CostTable
+from drawloom.components.planning.cost_sources import (
+    FixedPartitionSchedule,
+    PlannedCosts,
+    TracedCosts,
+    TracedStep,
+    UnitCosts,
+)
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.traces import TracedStep
 from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
 from support.plans import RECIPE

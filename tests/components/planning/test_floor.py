@@ -7,7 +7,7 @@ from drawloom import Recipe
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.floor import UPDATE, WAITING, WHOLE_STEP, MeasuredStep, compute_floor, list_floor_rows
 from drawloom.components.planning.plan import plan
-from drawloom.components.planning.recorder import ATTENTION, ELEMENTWISE, OPERATIONS, PRODUCTS
+from drawloom.components.planning.stage_costs import ATTENTION, ELEMENTWISE, OPERATIONS, PRODUCTS
 
 NOTHING = MeasuredStep("nothing")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.planning.floor import UPDATE, WAITING, WHOLE_STEP, read_measured_step
-from drawloom.components.planning.recorder import ATTENTION, ELEMENTWISE, PRODUCTS
+from drawloom.components.planning.stage_costs import ATTENTION, ELEMENTWISE, PRODUCTS
 from drawloom.graph import UserError
 
 RANGES = {

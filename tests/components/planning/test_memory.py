@@ -15,7 +15,7 @@ from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.memory import PlannedMemory
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.text import describe_memory_choice, format_plan
-from drawloom.components.ports.memory import MemoryChoice
+from drawloom.components.ports.features import MemoryChoice
 from drawloom.graph.problems import UserError
 
 SMALL = (

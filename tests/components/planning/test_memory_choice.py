@@ -7,13 +7,12 @@ import attrs
 import numpy as np
 import pytest
 
-from drawloom.components.pipeline.program.cost_table import CostTable
+from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.memory_choice import MemoryChoiceSearch, RankBytes, StatePlacement
-from drawloom.components.planning.recorder import PassCost
-from drawloom.components.planning.stage_costs import StageCosts
+from drawloom.components.planning.stage_costs import PassCost, StageCosts
 from drawloom.components.planning.timeline import compute_peak_host_bytes, compute_peak_memory
-from drawloom.components.ports.memory import MemoryChoice
+from drawloom.components.ports.features import MemoryChoice
 from drawloom.components.ports.program import OPS, Program
 from drawloom.components.ports.stages import Recompute
 from support.schedules import schedule

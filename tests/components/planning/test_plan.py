@@ -17,9 +17,9 @@ from drawloom.components.optim.stochastic_adamw import CODES_ARITHMETIC
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.recorder import Recorder
+from drawloom.components.planning.stage_costs import Recorder
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.memory import sum_memory_by_kind
+from drawloom.components.ports.features import sum_memory_by_kind
 from drawloom.graph import UserError
 from support.processes import run_ranks
 from support.stores import store_of

@@ -2,8 +2,7 @@
 
 import pytest
 
-from drawloom.components.planning.recorder import PassCost, Work
-from drawloom.components.planning.stage_costs import StageCosts
+from drawloom.components.planning.stage_costs import PassCost, StageCosts, Work
 from drawloom.components.planning.step_time import (
     CONTENTION,
     ReplicaTimes,

@@ -2,8 +2,7 @@
 
 import attrs
 
-from drawloom.components.planning.recorder import PassCost
-from drawloom.components.planning.stage_costs import StageCosts
+from drawloom.components.planning.stage_costs import PassCost, StageCosts
 from drawloom.components.planning.timeline import compute_peak_memory
 from drawloom.components.ports.program import Action, Program
 

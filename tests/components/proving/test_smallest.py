@@ -13,7 +13,7 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.proving.rows import ProvingRows
-from drawloom.components.proving.subject import Subject
+from drawloom.components.proving.run import Subject
 from drawloom.graph.project import Project
 from support.adapted import OneStage
 from support.mesh_faults import FAULTS

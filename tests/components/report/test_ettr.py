@@ -7,7 +7,7 @@ from pathlib import Path
 from drawloom.components.report.ettr import Ettr, compute_ettr
 from drawloom.components.report.events import read_log
 from drawloom.components.report.metrics import read_metrics
-from drawloom.components.report.run_table import read_run_rows
+from drawloom.components.report.run_record import read_run_rows
 
 
 def ettr_of(folder: Path) -> Ettr | None:

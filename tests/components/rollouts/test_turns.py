@@ -12,8 +12,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.ports.environments import FAULTS, Reply
-from drawloom.components.ports.rollouts import Completions, Prompts
+from drawloom.components.ports.rollouts import FAULTS, Completions, Prompts, Reply
 from drawloom.components.rollouts.stages import StageRollouts
 from drawloom.components.rollouts.turns import TurnRollouts
 from drawloom.graph import UserError

@@ -11,7 +11,7 @@ from drawloom import Recipe, RecipeError
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.phi3 import Phi3
 from drawloom.components.stages.grafted import GraftedParts
-from drawloom.components.weights.convert import persistent_tensors
+from drawloom.components.weights.load import persistent_tensors
 from support.adapted import OneStage
 from support.families import small
 from support.qwen3 import whole

@@ -20,7 +20,7 @@ from drawloom.components.ports.program import Program
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.stages.materialized import MaterializedStages
-from drawloom.components.weights.mapper_ops import rename
+from drawloom.components.weights.mapper import rename
 from drawloom.graph import UserError
 from support.doubles import Machine
 from support.families import small

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import CHUNK
+from drawloom.components.storage.durable_files import CHUNK, replace_file
 from drawloom.components.storage.sha256_stream import BLOCK, FileDigest
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.storage import regular_file
+from drawloom.components.storage import durable_files
 from drawloom.components.storage.sha256_stream import BLOCK, FileDigest
 from drawloom.components.storage.verified_file import ContentMismatchError, open_file_to_verify
 
@@ -42,7 +42,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
         ranges.append((offset, count))
         return count
 
-    monkeypatch.setattr(regular_file.os, "preadv", record_and_read)  # type: ignore[attr-defined]
+    monkeypatch.setattr(durable_files.os, "preadv", record_and_read)  # type: ignore[attr-defined]
     yield ranges
 
 

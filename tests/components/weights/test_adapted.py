@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drawloom.components.ports.adapters import adapter_parameter_names
 from drawloom.components.ports.slices import ModelParameter
+from drawloom.components.ports.stages import adapter_parameter_names
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import (
     build_meta_model_with_adapters,

@@ -15,8 +15,7 @@ from drawloom.components.ports.model import StoredLayer
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.weights.dequantized import DequantizedSource
 from drawloom.components.weights.load import fill_module
-from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import chunk, rename, transpose, unstack
+from drawloom.components.weights.mapper import chunk, parallel, rename, sequential, transpose, unstack
 from drawloom.graph import UserError
 from drawloom.kernels.weight_formats.eager import FLOAT8, FORMATS, MXFP4, NF4, NF4_VALUES, WeightFormat
 from support.tensor_sources import InMemoryTensors

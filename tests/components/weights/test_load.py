@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drawloom.components.weights.load import fill_module
-from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import chunk, identity, rename, stack, transpose, unstack
+from drawloom.components.weights.mapper import chunk, identity, parallel, rename, sequential, stack, transpose, unstack
 from drawloom.graph import UserError
 from support.tensor_sources import InMemoryTensors
 from support.weight_folders import fill_module_from_folder

@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drawloom.components.storage.tensor_source import TensorSpec
-from drawloom.components.weights.convert import compute_group_output_specs, convert_tensors, stream_converted_tensors
-from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import chunk, identity, stack, transpose, unstack
+from drawloom.components.weights.load import compute_group_output_specs, convert_tensors, stream_converted_tensors
+from drawloom.components.weights.mapper import chunk, identity, parallel, sequential, stack, transpose, unstack
 from support.tensor_sources import InMemoryTensors
 
 
@@ -77,8 +76,8 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from drawloom.components.weights.convert import stream_converted_tensors
-from drawloom.components.weights.mapper_ops import stack, identity
+from drawloom.components.weights.load import stream_converted_tensors
+from drawloom.components.weights.mapper import stack, identity
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.convert import convert_tensors
-from drawloom.components.weights.mapper import parallel, select_outputs, sequential
-from drawloom.components.weights.mapper_ops import (
+from drawloom.components.weights.load import convert_tensors
+from drawloom.components.weights.mapper import (
     chunk,
     concatenate,
     identity,
+    parallel,
     rename,
+    select_outputs,
+    sequential,
     stack,
     transpose,
     unstack,
@@ -188,7 +190,7 @@ def test_both_layouts_of_experts_are_converted() -> None:
 
 ORDER = """
 from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import *
+from drawloom.components.weights.mapper import *
 names = [f"layers.{n}.{kind}" for n in range(20) for kind in ("q", "k", "v")]
 renamed = rename({name: name.replace("layers", "m") for name in names})
 joined = parallel(*(stack([f"m.{n}.{kind}" for kind in "qkv"], f"m.{n}") for n in range(0, 20, 2)))

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper, TensorGroup
-from drawloom.components.weights.convert import convert_tensors
-from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.mapper_ops import (
+from drawloom.components.weights.load import convert_tensors
+from drawloom.components.weights.mapper import (
     chunk,
     concatenate,
     concatenate_blocks,
     identity,
+    parallel,
     rename,
     squeeze,
     stack,

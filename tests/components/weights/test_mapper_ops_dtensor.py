@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from drawloom.components.ports.slices import is_dtensor
-from drawloom.components.weights.convert import convert_tensors
-from drawloom.components.weights.mapper_ops import distribute_like, identity
+from drawloom.components.weights.load import convert_tensors
+from drawloom.components.weights.mapper import distribute_like, identity
 from support.processes import run_ranks
 from support.weight_folders import fill_module_from_folder
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSpec
-from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.mapper_ops import identity, stack
+from drawloom.components.weights.mapper import identity, parallel, stack
 from drawloom.components.weights.save import plan_files, split_by_size, write_files
 from drawloom.graph import UserError
 from support.tensor_sources import InMemoryTensors, write_safetensors

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph.lsp.cursor import Cursor
-from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.lsp.workspace import Meaning, Workspace
 from drawloom.graph.project import Project
 from support.editor import Point, Write
 

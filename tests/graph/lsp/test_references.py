@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph.lsp.cursor import Cursor
-from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.references import References, Symbol, find_rename_ranges, find_symbol, find_symbol_ranges
-from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.lsp.workspace import Meaning, Workspace
 from drawloom.graph.problems import UserError
 from support.editor import Point, Write
 

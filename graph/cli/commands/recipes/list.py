@@ -26,7 +26,7 @@ from drawloom.graph.inspect.listing import (
 )
 from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.recipe.loading import RecipeFolder
-from drawloom.graph.registry.spec import Field, Spec
+from drawloom.graph.registry.registry import Field, Spec
 from drawloom.graph.types.describe import describe_type
 
 

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.data.auto_tokenizer import read_special_tokens
-from drawloom.components.data.chat.template import (
-    ChatTemplate,
-    RenderError,
-    create_chat_template,
-    read_chat_templates,
-)
+from drawloom.components.data.chat.template import ChatTemplate, RenderError, create_chat_template, read_chat_templates
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.run.folder_records import copy_files
 from drawloom.graph import UserError

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.data.store.shard import MappedFile
-from drawloom.components.data.store.store import Store
+from drawloom.components.data.store.store import MappedFile, Store
 from drawloom.graph import UserError
 from support.stores import damage, store_of
 

@@ -15,15 +15,15 @@ from drawloom.components.model.decoder.initial_weights import fill_with_initial_
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.mistral import Mistral
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.parameter_roles import MATRIX_ROLE
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import MATRIX_ROLE
 from support.families import small
 from support.qwen3 import SPARSE_SIZES, dense, logits_of, one_document, sparse, whole
 
 SCRIPT = """
 import torch
 from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
-from drawloom.components.ports.parameter_roles import MATRIX_ROLE
+from drawloom.components.ports.stages import MATRIX_ROLE
 tensor = torch.empty(8, 8)
 fill_with_initial_weights("model.layers.0.self_attn.q_proj.weight", tensor, MATRIX_ROLE, seed=3, layers=2, std=0.02)
 print(tensor.double().sum().item())

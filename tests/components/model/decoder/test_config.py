@@ -15,7 +15,7 @@ from drawloom.components.model.decoder.hugging_face import CONVERTER
 from drawloom.components.model.phi3 import Phi3
 from drawloom.graph import UserError, at_least, component, setting
 from drawloom.graph.project import Recipe
-from drawloom.graph.registry.spec import read_spec
+from drawloom.graph.registry.registry import read_spec
 from support.families import small
 from support.qwen3 import SIZES
 

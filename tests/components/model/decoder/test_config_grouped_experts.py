@@ -22,7 +22,7 @@ from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
-from drawloom.components.weights.convert import persistent_tensors
+from drawloom.components.weights.load import persistent_tensors
 from drawloom.graph import UserError
 from support.adapted import OneStage
 from support.families import (

@@ -17,9 +17,8 @@ from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.parameter_roles import parameter_roles
 from drawloom.components.ports.run import RunInfo, Step
-from drawloom.components.ports.stages import Parameters
+from drawloom.components.ports.stages import Parameters, parameter_roles
 from drawloom.graph.problems import RecipeError
 from drawloom.testing import fake
 from support.checkpoints import SingleRankMesh

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from drawloom.components.pipeline.from_csv import find_violations
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
-from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.list_scheduling import (
     FORWARDS_FIRST,
     PriorityPolicy,
@@ -18,7 +17,7 @@ from drawloom.components.pipeline.program.list_scheduling import (
     compute_makespan,
     compute_peak_activations,
 )
-from drawloom.components.pipeline.program.timing import Costs, compute_timing
+from drawloom.components.pipeline.program.timing import Costs, CostTable, compute_timing
 from drawloom.components.pipeline.simulation.simulator import simulate
 from support.schedules import schedule, texts
 

@@ -3,9 +3,9 @@
 import numpy as np
 
 from drawloom.components.pipeline.program.builders import assign_stages_in_vee
-from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.list_scheduling import SchedulingTask, compute_makespan
 from drawloom.components.pipeline.program.policy_search import STARTS, halve_task_size, search_best_policy
+from drawloom.components.pipeline.program.timing import CostTable
 
 
 def task(ranks: int, microbatches: int) -> SchedulingTask:

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.partition import BatchedTiming
-from drawloom.components.pipeline.program.timing import Costs, DeadlockError, compute_timing
+from drawloom.components.pipeline.program.timing import Costs, CostTable, DeadlockError, compute_timing
 from support.schedules import parse_program, schedule
 
 

@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 
 from drawloom.components.pipeline.from_csv import find_violations
-from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
 from drawloom.components.pipeline.program.notation import format_program_csv
-from drawloom.components.pipeline.program.timing import Costs, compute_timing
+from drawloom.components.pipeline.program.timing import Costs, CostTable, compute_timing
 from drawloom.components.pipeline.schedules import auto
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published_schedules
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.planning.recorder import PassCost
-from drawloom.components.planning.stage_costs import StageCosts
+from drawloom.components.planning.stage_costs import PassCost, StageCosts
 from drawloom.components.planning.timeline import compute_peak_memory
 from drawloom.components.ports.program import Program, iterate_actions
 from drawloom.components.ports.stages import Recompute

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.pipeline.runtime.p2p import WAIT
-from drawloom.components.planning.traces import read_traced_step
+from drawloom.components.planning.cost_sources import read_traced_step
 from drawloom.graph import UserError
 from support.schedules import parse_program
 

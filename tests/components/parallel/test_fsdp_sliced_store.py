@@ -5,7 +5,7 @@ from torch import nn
 
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.parallel.sliced_store import (
+from drawloom.components.parallel.fsdp import (
     GatheredBytes,
     SlicedStore,
     count_largest_unit,

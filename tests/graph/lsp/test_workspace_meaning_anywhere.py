@@ -10,9 +10,8 @@ from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.lsp.definition import find_definitions
 from drawloom.graph.lsp.diagnostics import diagnose
 from drawloom.graph.lsp.hover import describe_token
-from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.references import find_symbol, find_symbol_ranges
-from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.lsp.workspace import Meaning, Workspace
 from drawloom.graph.project import Project
 
 RECIPE = """extends = "small"

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drawloom.components.data.store.shard import ShardWriter, TokenShard, choose_id_dtype, get_shard_stem
+from drawloom.components.data.store.store import ShardWriter, TokenShard, choose_id_dtype, get_shard_stem
 from drawloom.graph import UserError
 from support.stores import content, damage
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.report.run_table import RunRow, find_run_folders, read_run_rows, sort_run_rows
+from drawloom.components.report.run_record import RunRow, find_run_folders, read_run_rows, sort_run_rows
 from drawloom.graph import UserError
 from support.run_folders import write_run
 

@@ -8,7 +8,7 @@ from drawloom import Recipe
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.frozen_weights import streamed
 from drawloom.components.planning.plan import plan
-from drawloom.components.planning.remedies import TriedPlan, find_remedies, format_remedies
+from drawloom.components.planning.search import TriedPlan, find_remedies, format_remedies
 
 RECIPE = Recipe.load(
     "first_run",

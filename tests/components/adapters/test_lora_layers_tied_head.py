@@ -2,7 +2,7 @@
 
 import torch
 
-from drawloom.components.adapters.tied_head import LoraTiedHead
+from drawloom.components.adapters.lora_layers import LoraTiedHead
 from drawloom.components.weights.adapted import disable_adapters
 from support.adapted import adapt, lora
 from support.qwen3 import dense, logits_of, one_document

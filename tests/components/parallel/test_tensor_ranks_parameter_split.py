@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drawloom.components.model.layers import VOCABULARY
-from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
+from drawloom.components.parallel.tensor_ranks import SplitDim, replace_by_rank_slice
 from drawloom.graph import UserError
 from support.doubles import SilentRank
 

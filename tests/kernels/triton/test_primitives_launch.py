@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from drawloom.kernels.triton.launch import LeanKernel, cache_launches, get_specialization_key
+from drawloom.kernels.triton.primitives import LeanKernel, cache_launches, get_specialization_key
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -60,7 +60,7 @@ def test_the_interpreter_keeps_its_own_launch() -> None:
 def test_positional_constants_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A positional constant would be treated as a number, so it is refused."""
     driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))
-    monkeypatch.setattr("drawloom.kernels.triton.launch.driver", driver)
+    monkeypatch.setattr("drawloom.kernels.triton.primitives.driver", driver)
     parameters = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in ("x", "SIZE")]
     with pytest.raises(TypeError, match="main takes constexpr arguments by name alone"):
         LeanKernel(SimpleNamespace(params=parameters, fn=SimpleNamespace(__name__="main")))[1,](torch.ones(1), 16)

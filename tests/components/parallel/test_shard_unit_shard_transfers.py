@@ -10,8 +10,8 @@ from torch import Tensor
 
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.float8.layers import Float8Message
-from drawloom.components.parallel import shard_transfers
-from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype, start_sum
+from drawloom.components.parallel import shard_unit
+from drawloom.components.parallel.shard_unit import choose_gradient_message_dtype, start_sum
 from drawloom.kernels.float8.experts import pack_weights
 from support.joined import join_processes
 from support.processes import run_ranks
@@ -45,7 +45,7 @@ def _gradients(rank: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 def _sum_gradients(small: int, dtype: torch.dtype) -> list[Tensor]:
     """Return a rank's sums, of two exchanges; rank 1 has no gradient for an unused weight."""
-    shard_transfers.PACKED_BELOW_BYTES = small
+    shard_unit.PACKED_BELOW_BYTES = small
     with join_processes() as (processes, _):
         ranks = processes.world_size
         gradients = _gradients(processes.rank, dtype)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from drawloom.components.ports.memory import MemoryKind, sum_memory_by_kind
+from drawloom.components.ports.features import MemoryKind, sum_memory_by_kind
 
 
 @attrs.frozen

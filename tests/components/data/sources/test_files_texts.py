@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.data.sources.documents import PART_BYTES, iterate_texts, wrap_parts_for_split
-from drawloom.components.data.sources.files import find_files
-from drawloom.components.data.sources.texts import group_text_files
+from drawloom.components.data.sources.files import find_files, group_text_files
 from drawloom.graph import UserError
 
 

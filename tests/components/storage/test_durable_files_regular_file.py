@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.storage.regular_file import (
+from drawloom.components.storage.durable_files import (
     CHUNK,
     create_folder_unless_link,
     open_to_append,

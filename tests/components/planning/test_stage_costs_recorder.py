@@ -8,7 +8,7 @@ import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.components.distributed.device_model import DeviceModel, Reached
 from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.planning.attention import AttentionFractions
-from drawloom.components.planning.recorder import PassCost, Recorder
+from drawloom.components.planning.stage_costs import PassCost, Recorder
 from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton
 
