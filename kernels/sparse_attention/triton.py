@@ -76,7 +76,6 @@ class Tile(NamedTuple):
 
 TILES = {
     "index_scores": Tile(128, 128, 8, 3),
-    "products": Tile(64, 64, 4, 3),
     "weights": Tile(128, 64, 8, 1),
     "sums": Tile(128, 64, 8, 3),
     "gradients": Tile(64, 64, 8, 1),
@@ -180,8 +179,9 @@ def _choose_keys(
 
 
 def _count_index_pair_bytes(queries: Tensor) -> int:
-    """Return bytes per token and chosen key for products' gradients by head, and a part in the key's gradient."""
-    return queries.itemsize * (queries.shape[2] + queries.shape[3])
+    """Return bytes per token and chosen key: float32 temporaries, products and gradients by head, and two keys."""
+    heads, width = queries.shape[-2:]
+    return heads * (8 + 2 * queries.itemsize) + 2 * width * queries.itemsize
 
 
 @register_kernel(
@@ -193,23 +193,16 @@ def _count_index_pair_bytes(queries: Tensor) -> int:
 def _choose_keys_backward(
     grads: tuple[Tensor, Tensor, Tensor], grad: Tensor, queries: Tensor, keys: Tensor, factors: Tensor, choice: Tensor
 ) -> None:
-    (heads, width), chosen, pair_bytes = queries.shape[2:], choice.shape[2], _count_index_pair_bytes(queries)
     grad, queries, factors = (x.contiguous().flatten(0, 1) for x in (grad, queries, factors))
     keys, grad_keys = keys.contiguous(), keys.new_zeros(keys.shape, dtype=torch.float32)
-    for chunk in _split_choice(choice, keys.shape[1], pair_bytes):
-        tokens, count = chunk.tokens, len(chunk.counts)
-        pairs = queries.new_empty(count, heads, chosen)
-        _compute_product_gradients[(count,)](
-            *(grad[tokens], queries[tokens], factors[tokens], keys, chunk.places, chunk.counts, pairs),
-            grads[2].flatten(0, 1)[tokens],
-            HEADS=heads,
-            WIDTH=width,
-            WIDTH_BLOCK=_block(width),
-            CHOSEN=chosen,
-            **TILES["products"]._replace(heads=heads).build_constants(heads),
-        )
-        _sum_rows(chunk, pairs, keys, grads[0], width)
-        _add_by_key(chunk, pairs, queries[tokens], grad_keys)
+    for chunk in _split_choice(choice, keys.shape[1], _count_index_pair_bytes(queries)):
+        own, near = queries[chunk.tokens], keys.flatten(0, 1)[chunk.places.clamp(min=0)]
+        products = torch.bmm(own, near.mT)
+        wanted = grad[chunk.tokens].masked_fill(chunk.places < 0, 0.0)[:, None]
+        pairs = (wanted * factors[chunk.tokens, :, None] * (products > 0)).to(own.dtype)
+        grads[0].flatten(0, 1)[chunk.tokens] = torch.bmm(pairs, near)
+        grads[2].flatten(0, 1)[chunk.tokens] = (wanted * products.relu()).sum(2).to(factors.dtype)
+        _add_by_key(chunk, pairs, own, grad_keys)
     grads[1].copy_(grad_keys)
 
 
@@ -457,29 +450,6 @@ def _score_visible_keys(
     total = tl.where(visible, total, -float("inf"))
     target = scores + token.to(tl.int64)[:, None] * columns + key[None, :]
     tl.store(target, total, mask_tile(token < count, key < columns))
-
-
-# fmt: off
-@cache_launches()
-def _compute_product_gradients(
-    grad, queries, factors, keys, places, counts, pairs, grad_factors, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
-):
-    # fmt: on
-    """Store gradients for a token's products with chosen keys, by head, and for its factors."""
-    token, _group, head, is_head = _locate_heads(HEADS, BLOCK)
-    count = tl.load(counts + token)
-    query = _load_columns(queries, token * HEADS + head, WIDTH, 0, WIDTH, WIDTH_BLOCK)
-    factor, to_factor = tl.load(factors + token * HEADS + head).to(tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, count, KEYS):
-        slot, inside, key = _locate_keys(places, token, start, count, CHOSEN, KEYS)
-        block = _load_columns(keys, key, WIDTH, 0, WIDTH, WIDTH_BLOCK)
-        products = tl.dot(query, block.T, input_precision="ieee")
-        wanted = load_float32(grad + token * CHOSEN + slot, inside)[None, :]
-        to_factor += tl.sum(wanted * tl.maximum(products, 0.0), 1)
-        target = pairs + (token * HEADS + head)[:, None] * CHOSEN + slot[None, :]
-        tl.store(target, tl.where(products > 0, factor[:, None] * wanted, 0.0), mask=mask_tile(is_head, inside))
-    tl.store(grad_factors + token * HEADS + head, to_factor, mask=is_head)
 
 
 # fmt: off

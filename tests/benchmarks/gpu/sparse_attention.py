@@ -46,8 +46,6 @@ VARIANTS: list[tuple[str, dict[str, Tile]]] = [
     (BOTH, {"sums": Tile(128, 64, 8, 4)}),
     (CHOICE, {}),
     *((CHOICE, {"index_scores": tile}) for tile in (Tile(128, 128, 8, 2), Tile(128, 128, 8, 4), Tile(64, 128, 4, 3))),
-    (CHOICE_BOTH, {}),
-    *((CHOICE_BOTH, {"products": tile}) for tile in (Tile(64, 64, 4, 2), Tile(64, 128, 4, 3), Tile(64, 128, 8, 3))),
 ]
 """Calls with other tiles: most heads (or tokens), keys, warps, stages. Sums have no more keys than weights."""
 
