@@ -58,12 +58,14 @@ def test_a_folder_becomes_small_with_weights_for_all_nodes(tmp_path: Path) -> No
     model = dense(num_hidden_layers=4, vocab_size=257, hidden_size=32)
     write_hugging_face_folder(tmp_path / "base", model, OneStage(whole(model)))
     Tokenizer(WordLevel({"a": 0, "<|end|>": 256}, unk_token="a")).save(str(tmp_path / "base/tokenizer.json"))
+    (tmp_path / "base/chat_template.jinja").write_text("{{ messages }}")
     words = [f"vars.base={tmp_path / 'base'}", f"corpus.paths=['{tmp_path}/*.txt']", "tokenizer.end_token=<|end|>"]
     (tmp_path / "a.txt").write_text("a a a a")
     source, values, _ = Subject("heal", words).make_source_values_and_nodes(tmp_path / "input")
     recipe = source.load(values | {"run": {"folder": str(tmp_path / "run")}})
     [config] = (tmp_path / "input").rglob("config.json")
     assert json.loads(config.read_text("utf-8"))["hidden_size"] == 16
+    assert (config.parent / "chat_template.jinja").is_file()
     with recipe.open(["stages", "teacher", "tokenizer"]) as nodes:
         teacher, student = (stages.local[0].module for stages in (nodes["teacher"].forward_stages, nodes["stages"]))
     assert torch.equal(teacher.model.norm.weight, student.model.norm.weight)
