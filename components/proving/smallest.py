@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.export.hf_writer import WRITTEN_BY_TOKENIZER
 from drawloom.components.phases.report import Report
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.weights.load import convert_tensors, persistent_tensors
@@ -333,7 +332,7 @@ def _iterate_small_settings(settings: Settings, folder: Path) -> Iterator[tuple[
             config = json.loads(file.read_text("utf-8"))
             copy = folder / file.parent.resolve().relative_to("/")  # for all nodes that name the folder
             write_config(config | dict(_iterate_small_settings(config, folder)), copy)
-            for pattern in WRITTEN_BY_TOKENIZER:
+            for pattern in ("*token*", "*.jinja"):
                 for found in file.parent.glob(pattern):
                     shutil.copy(found, copy)
             yield name, str(copy)
