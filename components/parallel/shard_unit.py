@@ -82,7 +82,7 @@ def cast_and_pad(slices: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dt
 ExchangeParts = Callable[[Sequence[Tensor], Any], tuple[Sequence[Tensor], Sequence[Any]]]
 """
 Function that starts to exchange tensors (ranks, n), by receiving rank, in a torch group. It returns the other ranks'
-parts for this rank, (ranks - 1, n) in rank order by tensor, and what to wait for.
+parts for this rank, (ranks - 1, n) in rank order by tensor, and the transfers to wait for.
 """
 
 
@@ -366,7 +366,7 @@ class ShardUnit:
 
     @torch.no_grad()
     def pack_slices(self) -> Sequence[Tensor]:
-        """Return what this rank sends to the others: its slices, (n,) by parameter, or one encoded message."""
+        """Return this rank's messages to the others: its slices, (n,) by parameter, or one with all slices encoded."""
         slices = [parameter.master.detach() for parameter in self.parameters]
         sizes = [parameter.message.numel() // self.groups.shards.size() for parameter in self.parameters]
         flat = cast_and_pad(slices, sizes, self.dtypes.gathered)

@@ -1,4 +1,4 @@
-"""Ports for features composed around a rank's stages, such as compilation, and for what occupies memory."""
+"""Ports for features composed around a rank's stages, such as compilation, and for users of memory."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence

@@ -333,8 +333,8 @@ def _iterate_small_settings(settings: Settings, folder: Path) -> Iterator[tuple[
             copy = folder / file.parent.resolve().relative_to("/")  # for all nodes that name the folder
             write_config(config | dict(_iterate_small_settings(config, folder)), copy)
             for pattern in ("*token*", "*.jinja"):
-                for found in file.parent.glob(pattern):
-                    shutil.copy(found, copy)
+                for tokens in file.parent.glob(pattern):
+                    shutil.copy(tokens, copy)
             yield name, str(copy)
 
 

@@ -631,7 +631,11 @@ def list_ports_with_contract(use: str) -> list[type]:
     return [port for port in ports_of_component if (use, port.__name__) not in EXCEPT]
 
 
-@pytest.mark.parametrize("use", CATALOGUE.names())
+@pytest.mark.parametrize(
+    "use",
+    # Aim starts for a third of a minute.
+    [pytest.param(use, marks=[pytest.mark.soak] * (use == "trackers.aim")) for use in CATALOGUE.names()],
+)
 def test_every_component_keeps_the_contracts_of_its_ports(use: str, texts: Mapping[str, Any], tmp_path: Path) -> None:
     """Every component has the behaviour promised by its ports."""
     numbers = count()

@@ -31,6 +31,12 @@ from support.processes import run_ranks
 from support.runs import Outcome
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+SLOW = {
+    *("commands", "components", "data", "families", "finetuning", "schedules"),
+    *("distillation", "experiments", "plan", "pretraining", "recipes"),
+}
+"""Pages with minutes of programs between them, which `make soak` runs."""
+
 SHELL = {"cat", "cd", "cp", "head", "ls", "mkdir", "printf", "unzip"}
 HERE = "PYTHONPATH=. "
 TARGET = re.compile(r"^(?P<name>[\w-]+):.*\n(?:\t.*\n)*", re.MULTILINE)
@@ -46,7 +52,11 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.soak] * (page.stem in SLOW)) for page in PAGES],
+    ids=[str(page.relative_to(ROOT)) for page in PAGES],
+)
 def test_every_block_of_a_page_works(page: Path, recipes: Path, base: Path, tmp_path: Path) -> None:
     """A page's blocks work in order: recipes are valid, programs run, and commands print the shown output."""
     prepare(tmp_path)

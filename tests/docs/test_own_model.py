@@ -14,6 +14,7 @@ MESHES = {"one": (1, 1, 1), "sharded and pipelined": (4, 2, 2)}
 """Ranks, and ranks along `data_shard` and `pipeline`."""
 
 
+@pytest.mark.soak
 def test_the_model_computes_the_same_on_every_mesh(tmp_path: Path) -> None:
     """Losses and gradient norms on 2 pipeline ranks times 2 shards equal one process's."""
     write_corpus(tmp_path)

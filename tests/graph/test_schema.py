@@ -114,6 +114,7 @@ def test_shipped_recipes_are_valid(validator: Draft7Validator, recipe: Path) -> 
         assert [error.message for error in validator.iter_errors(data)] == []
 
 
+@pytest.mark.soak
 def test_faulty_recipes_are_caught_if_a_schema_can(validator: Draft7Validator, tmp_path: Path) -> None:
     """The schema refuses recipes with a problem within a single node, and no valid recipe."""
     missed, refused_valid = [], []

@@ -145,6 +145,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, lis
     return folder, states
 
 
+@pytest.mark.soak
 def test_every_optimizer_takes_the_same_steps_on_any_mesh(saved: tuple[Path, dict[int, list[dict[str, Any]]]]) -> None:
     """
     Equal gradients result in one process's weights on every mesh, also if a rank has no row of a weight.

@@ -47,6 +47,7 @@ def test_noise_of_a_plugin_changes_training_alone(installed: dict[str, str], tmp
     assert all(after[name].equal(tensor) for name, tensor in before.items())
 
 
+@pytest.mark.soak
 def test_own_tests_of_the_plugin_pass(installed: dict[str, str]) -> None:
     """The installed plugin's tests pass, and check its contract."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.pytest_plugin", "tests"]

@@ -112,6 +112,7 @@ def test_dpo_prefers_the_chosen_answers(chat_base: Path, tmp_path: Path) -> None
     assert re.search(r"loss \d+\.\d+ over \d+ tokens, perplexity .* bits per byte$", text.strip(), re.MULTILINE), text
 
 
+@pytest.mark.soak
 def test_dpo_of_all_weights_uses_a_stored_reference(chat_base: Path, tmp_path: Path) -> None:
     """
     `reference-logps` adds the base's log-probabilities of both answers, so that full tuning starts at log(2). A frozen

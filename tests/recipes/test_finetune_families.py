@@ -104,6 +104,7 @@ def assert_fine_tuned(recipe: str, model_type: str, folder: Path) -> None:
     assert (folder / "again/model.safetensors").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("recipe", "model_type"), [("finetune", "gpt2"), ("chat", "gemma2")])
 def test_types_of_transformers_are_fine_tuned(recipe: str, model_type: str, tmp_path: Path) -> None:
     """Types without a family are trained, exported, evaluated and sampled by all commands."""

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from drawloom.components.report.events import read_log
 from support.forked_children import fork_children
 from support.processes import run_ranks
@@ -36,6 +38,7 @@ def ask_and_kill(folder: Path, after_runs: int) -> int:
     return asked.returncode
 
 
+@pytest.mark.soak
 def test_a_killed_question_is_resumed_without_lost_or_doubled_pairs(folder: Path) -> None:
     """
     Killed twice with SIGKILL while a run goes on without it, the command waits for this run and uses its result. In

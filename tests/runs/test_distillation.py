@@ -96,6 +96,7 @@ def test_a_student_learns_its_teacher_on_every_mesh(folder: Path) -> None:
             assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.soak
 def test_a_teacher_model_gives_the_losses_of_one_process_on_every_mesh(folder: Path) -> None:
     """
     A teacher with other sizes is divided like its student. Its divergence from itself is 0.

@@ -236,6 +236,7 @@ def test_two_torchruns_are_one_run(folder: Path) -> None:
         assert our_values == pytest.approx(their_values, rel=1e-6)
 
 
+@pytest.mark.soak
 def test_workers_of_a_dead_torchrun_end_themselves(folder: Path) -> None:
     """After torchrun is killed, its workers end with one line, the folder is unlocked and the run resumes."""
     words, errors = (*LONG, "checkpoint.every=1"), folder / "errors"

@@ -67,6 +67,7 @@ def run_until_fault(lab: Path, *words: str) -> str:
     return "\n".join([*left, *(outcome.text for outcome in outcomes)])
 
 
+@pytest.mark.soak
 def test_a_run_resumes_once_its_reward_is_repaired(lab: Path) -> None:
     """
     A reward raises on one rank, or hangs: all ranks end with its name, and its step is not saved.

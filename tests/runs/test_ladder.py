@@ -37,6 +37,7 @@ def ladder(folder: Path, *words: str, code: int = 0, recipe: str = NARROW) -> di
     return answer
 
 
+@pytest.mark.soak
 def test_activations_keep_their_size_over_widths_in_mup_alone(folder: Path) -> None:
     """Over four widths muP's slopes are flat; in the standard parametrization outputs grow with the width."""
     mup = ladder(folder, "--to", "ladder")
@@ -54,10 +55,8 @@ def test_activations_keep_their_size_over_widths_in_mup_alone(folder: Path) -> N
     assert standard["fit"] is None
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer"),
-    [("model.qwen3.dense", "optim.muon"), pytest.param("model.llama", "optim.adamw", marks=pytest.mark.soak)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("model", "optimizer"), [("model.qwen3.dense", "optim.muon"), ("model.llama", "optim.adamw")])
 def test_models_without_multipliers_and_muon_keep_the_size_of_activations(
     folder: Path, model: str, optimizer: str
 ) -> None:

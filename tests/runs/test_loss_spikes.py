@@ -22,6 +22,7 @@ after."@forward_backward" = "@record"
 """
 
 
+@pytest.mark.soak
 def test_a_run_goes_back_past_the_rows_of_spikes(tmp_path: Path) -> None:
     """
     Each step is tracked once, the audit confirms its rows, and the log and the report name every return.

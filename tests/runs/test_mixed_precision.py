@@ -56,6 +56,7 @@ def test_a_resumed_run_has_the_same_bits(folder: Path) -> None:
     assert not torch.equal(weight, weight.bfloat16().float()), "exported weights were rounded"
 
 
+@pytest.mark.soak
 def test_ranks_have_the_losses_of_one_process(folder: Path) -> None:
     """Two replicas, and two pipeline stages, have the losses of one process up to rounding in bfloat16."""
     common = ["run", "mixed.toml", "trainer.steps=4", "trainer.on_finish=[]", "batch.micro_size=2"]

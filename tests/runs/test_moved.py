@@ -117,6 +117,7 @@ def run_command(*words: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.soak
 def test_relative_paths_of_a_run_are_found_from_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     Commands and a resume find the base and the data of a run's project from any folder, without a change of the recipe;

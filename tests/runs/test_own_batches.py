@@ -17,6 +17,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.soak
 def test_a_classifier_of_images_learns_the_same_on_every_mesh(tmp_path: Path) -> None:
     """Stages, replicas, workers and smaller microbatches give the losses, norms and accuracies of one process."""
     for block in blocks(PAGE):

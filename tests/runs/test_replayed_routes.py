@@ -51,6 +51,7 @@ def test_equal_routes_change_nothing(lab: Path) -> None:
     assert replayed == plain
 
 
+@pytest.mark.soak
 def test_the_learning_pass_visits_the_experts_of_another_sampler(lab: Path) -> None:
     """
     With a sampler sometimes choosing other experts, replay alone restores its log-probabilities, on every mesh, with
@@ -85,6 +86,7 @@ def test_the_learning_pass_visits_the_experts_of_all_turns(lab: Path) -> None:
     assert min(value for (value,) in series(replayed, "turns")) > 1
 
 
+@pytest.mark.soak
 def test_the_learning_pass_visits_the_experts_of_a_server(lab: Path) -> None:
     """
     Routes in a server's answers, for all layers from 0, restore its log-probabilities, also on pipelines, and for

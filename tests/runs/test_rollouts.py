@@ -48,6 +48,7 @@ def run(lab: Path, name: str, *words: str, ranks: int = 1) -> Path:
     return lab / "runs" / name
 
 
+@pytest.mark.soak
 def test_ratios_are_exactly_1_and_samples_the_same_on_every_mesh(lab: Path) -> None:
     """
     At lag 0 the sampled log-probabilities have the training pass's bits, on one process and on every mesh.

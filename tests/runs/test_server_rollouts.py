@@ -31,6 +31,7 @@ def server() -> Iterator[ServedModel]:
         yield model
 
 
+@pytest.mark.soak
 def test_a_server_samples_from_the_newest_weights_on_every_mesh(lab: Path, server: ServedModel) -> None:
     """
     The server's log-probabilities are those of every step's policy, and the ratio's denominator; meshes share samples.

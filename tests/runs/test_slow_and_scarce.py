@@ -33,6 +33,7 @@ def _run_on_slow_disk(folder: Path, arguments: Sequence[str]) -> Outcome:
         return command(folder, arguments, None)
 
 
+@pytest.mark.soak
 def test_a_slow_disk_changes_nothing(folder: Path) -> None:
     """Saves longer than many steps are all committed, and metrics equal those on a fast disk."""
     words = (*RUN, "staging.use=checkpoint.staging.overlapped", "checkpoint.every=2")

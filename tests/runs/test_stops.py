@@ -69,6 +69,7 @@ def _run_stuck(folder: Path, arguments: Sequence[str], where: str, times: Sequen
     return command(folder, arguments, None)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("where", ["step", "save"])
 @pytest.mark.parametrize(("times", "grace"), [((0.1,), 1.5), ((0.1, 1.4), 60)])
 def test_a_run_that_does_not_stop_in_time_is_killed(
@@ -92,6 +93,7 @@ def _run_with_stuck_component(folder: Path, arguments: Sequence[str], stage: str
     return command(folder, arguments, None)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("ranks", "stage"), [(1, "open"), (1, "close"), (2, "open")])
 def test_a_component_that_hangs_in_open_or_close_is_named_and_ends_the_run(
     folder: Path, ranks: int, stage: str

@@ -57,6 +57,7 @@ def test_a_run_survives_one_loss_after_another(folder: Path) -> None:
     assert_same_trajectory(folder)
 
 
+@pytest.mark.soak
 def test_hanging_ranks_and_a_loss_while_groups_are_made_are_survived(folder: Path) -> None:
     """
     Rank 0 is stopped, rank 1 dies while the others make groups again, and rank 2 is stuck in Python later.

@@ -125,6 +125,7 @@ def completions_of(folder: Path) -> list[dict[str, Any]]:
     return [one for line in lines for one in json.loads(line)["completions"]]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("kernels", "layout"), [("kernels.auto", "stages"), ("kernels.batch_invariant", "shards")])
 def test_ratios_of_conversations_are_exactly_1_on_meshes(lab: Path, kernels: str, layout: str) -> None:
     """

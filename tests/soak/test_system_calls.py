@@ -60,7 +60,8 @@ if STRACE is not None:
         assert not [left for _, left in outcomes if left.restored < left.committed or left.torn]
         assert {2, 3} <= {*steps} <= {2, 3, 4}
 
-    @pytest.mark.parametrize("staging", [pytest.param(False, marks=pytest.mark.soak), True])
+    @pytest.mark.soak
+    @pytest.mark.parametrize("staging", [False, True])
     def test_full_disk_at_every_system_call_is_an_error(tmp_path: Path, staging: bool) -> None:
         """A full disk is never treated as success or as another error, and committed steps are restored."""
         [outcomes] = run_ranks(_disturb_everywhere, 1, tmp_path, staging, "error=ENOSPC", timeout=400)

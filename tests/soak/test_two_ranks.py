@@ -87,6 +87,7 @@ def _fail_every_call(base: Path, rank: int, code: int) -> list[tuple[list[str], 
     raise ValueError("there is no end to the calls")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("rank", "code"), [(0, errno.ENOSPC), (1, errno.EIO)])
 def test_io_error_of_one_rank_skips_the_save_on_both(tmp_path: Path, rank: int, code: int) -> None:
     """Both ranks raise the same error with rank, path and reason, and the next save is committed."""

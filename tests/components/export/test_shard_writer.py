@@ -203,6 +203,7 @@ os._exit(0)  # torch's threads do not always end in order
 """
 
 
+@pytest.mark.soak
 def test_sharded_tensors_are_the_same_under_every_hash_seed(tmp_path: Path) -> None:
     """Two processes with different string hashes gather the same tensors at a time: none gets another's name."""
     paths = [str(Path(__file__).parents[3] / "src"), str(Path(__file__).parents[2]), str(Path(__file__).parent)]

@@ -145,7 +145,7 @@ def test_microbatches_in_flight_have_slots_of_their_own(recorder: Recorder) -> N
 def test_more_room_for_experts_is_recorded_anew(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     A graph has the room for rows of its recording, so graphs of steps before the growth are not used again, and are
-    freed although runners of those steps live: the end of a communicator waits for graphs that refer to it.
+    freed although their runners live: the end of a communicator waits for graphs that refer to it.
     """
     room = iter([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])
 

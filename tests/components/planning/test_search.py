@@ -36,6 +36,7 @@ def test_the_fastest_plans_come_first_and_are_overlays() -> None:
     assert all(line in format_search_table(candidates) for line in lines)
 
 
+@pytest.mark.soak
 def test_the_fastest_pipeline_is_tried_with_auto() -> None:
     """Its overlay has the layers' costs, and gives the same plan; no other schedule is faster on this mesh."""
     words = ("model.num_hidden_layers=5", "model.vocab_size=5000", "vars.length=256", "stages.head_layer_cost=2")
@@ -53,6 +54,7 @@ def test_the_fastest_pipeline_is_tried_with_auto() -> None:
     assert "schedule.slices = [...]" in format_search_table(every)
 
 
+@pytest.mark.soak
 def test_auto_has_the_memory_that_stages_of_as_many_layers_leave() -> None:
     """This holds also beside a setting for fewer layers in the last stage, ignored by `auto`."""
     words = ("model.num_hidden_layers=5", "model.vocab_size=5000", "vars.length=256", "stages.head_layer_cost=2")
@@ -64,6 +66,7 @@ def test_auto_has_the_memory_that_stages_of_as_many_layers_leave() -> None:
     assert values["schedule"]["memory"] == alone.auto_schedule_settings(2)["memory"] < 1e8
 
 
+@pytest.mark.soak
 def test_stages_too_large_under_auto_are_left_out() -> None:
     """
     The search finds a pipeline that fits, although the stages of `auto` would not. The head costs more than layers, so

@@ -42,6 +42,7 @@ def test_each_line_is_a_setting_with_its_planned_memory() -> None:
         assert all(line in format_remedies([remedy]) for line in remedy.toml_lines)
 
 
+@pytest.mark.soak
 def test_quantized_frozen_weights_may_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe with NF4 weights that does not fit gets the setting as a remedy, with less memory."""
     monkeypatch.setattr(streamed, "WINDOW_BYTES", 1)

@@ -8,6 +8,7 @@ from drawloom.graph.cli.main import main
 from support.blocks import ROOT, read_files
 
 
+@pytest.mark.soak
 def test_a_forgotten_sum_is_found_and_its_axis_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,9 +134,8 @@ def check_mesh(ranks: int, sizes: dict[str, int], dtypes: Mapping[str, Any]) -> 
         assert_same_bits(actual, TOGETHER)
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[pytest.mark.soak] if mesh == "data_shard" else []) for mesh in MESHES]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_has_the_same_bits(mesh: str) -> None:
     """On two ranks in mixed precision, pipelines, FSDP and experts are bitwise equal to a run without recomputation."""
     check_mesh(*MESHES[mesh], pipelines.MIXED)

@@ -23,6 +23,7 @@ def without_interpreter(*words: str) -> str:
     return subprocess.check_output([sys.executable, *words], env=environment, text=True)
 
 
+@pytest.mark.soak
 def test_every_kernel_is_launched_as_by_the_jit() -> None:
     """Every launch after the first of its kind has the JIT's kernel, arguments and blocks."""
     actual = json.loads(without_interpreter(str(SUPPORT / "ahead_of_time.py"), "lean"))

@@ -63,6 +63,7 @@ def test_a_store_killed_before_its_plan_is_begun_again(tmp_path: Path) -> None:
     assert same(tmp_path / "store", tmp_path)
 
 
+@pytest.mark.soak
 def test_children_of_a_killed_process_end_before_the_next_one_writes(tmp_path: Path) -> None:
     """Its processes notice its end at their next report, and would then remove the next process's files."""
     folder, flag, said = tmp_path / "store", tmp_path / "flag", list[str]()
