@@ -100,7 +100,7 @@ def test_every_command_accepts_a_package_of_own_components(folder: Path) -> None
         ("export", "runs/tiny", "--to", "whole"),
         ("verify", "runs/tiny"),
         ("schedule", "tiny.toml", *own),
-        ("verify-resume", "tiny.toml", *own, "--steps", "8"),
+        ("verify-resume", "tiny.toml", *own, "--steps", "80"),
     ):
         outcome = drawloom(folder, *command, *IMPORT)
         assert outcome.code == 0, outcome.text
