@@ -5,7 +5,7 @@ Hu et al. 2021, "LoRA", arXiv 2106.09685, section 4.1: a frozen weight W compute
 parameters in the layer that replaces the frozen one, so all other parameters keep their names. Names and shapes in
 files are PEFT's.
 
-LoRA for a head tied to the embedding; the factors change only the head.
+Factors of a head tied to the embedding change only the head.
 """
 
 import math

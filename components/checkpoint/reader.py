@@ -1,7 +1,7 @@
 """
 Reader for checkpoints: a run's newest valid one, and its states.
 
-Read a checkpoint's manifest, and verify its files: untrusted content, which may be missing, changed or another's.
+Manifests and files are verified before use: their content is untrusted, and may be missing, changed or another's.
 """
 
 import logging

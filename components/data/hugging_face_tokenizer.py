@@ -1,7 +1,7 @@
 """
 Trained tokenizer: a `tokenizer.json`, read by the package `tokenizers`.
 
-Comparison with transformers: whether AutoTokenizer gives the ids of a folder's `tokenizer.json`.
+A folder's tokenizer is compared with transformers, whose AutoTokenizer may give other ids than the file.
 """
 
 import json

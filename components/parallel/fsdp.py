@@ -6,9 +6,8 @@ assume one forward and one backward pass at a time. A pipeline's program has sev
 split a backward pass, so the program announces when gradients are final; until then every rank accumulates its own, as
 without shards.
 
-Sizes of this rank's parameter slices: `ShardedStore`'s memory without other ranks, for plans.
-
-Rank r has the r-th of n parts of the first dimension; all but the last parts have the same size.
+For plans, `SlicedStore` has the sizes of this rank's slices, as `ShardedStore` without other ranks. Rank r has the r-th
+of n parts of the first dimension; all but the last parts have the same size.
 """
 
 from collections import Counter

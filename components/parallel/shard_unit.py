@@ -6,10 +6,9 @@ parameter. The whole parameter is one object for the run, and the unit's memory 
 autograd are valid again after the next gather. Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277; slices are as in
 torch's `fully_shard`, without its private names, because these change with every release.
 
-Collectives for sharded parameters, with tensors sent directly from their source to their destination.
-
-Slices are gathered into the parameters' own memory, and large gradients are sent from where the backward pass wrote
-them. In a step with Llama 3 8B's shape on two H200, copies into buffers, as in torch's `fully_shard`, took 3.4 %.
+Collectives send tensors directly from their source to their destination. Slices are gathered into the parameters' own
+memory, and large gradients are sent from where the backward pass wrote them. In a step with Llama 3 8B's shape on two
+H200, copies into buffers, as in torch's `fully_shard`, took 3.4 %.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

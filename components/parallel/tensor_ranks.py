@@ -7,7 +7,7 @@ residuals for its own tokens (Korthikanti et al. 2022, "Reducing Activation Reco
 4.2.2, "sequence parallelism"), so the collectives are an all-gather before a pair of layers and a reduce-scatter after
 it.
 
-Parameters split over a group; a slice is an ordinary parameter of its module.
+A slice of a split parameter is an ordinary parameter of its module.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """
 Sources of stage costs: given units, a plan, or a traced step.
 
-Timeline of a step in a profiler trace: every pipeline action's start and end.
+A traced step's timeline has every pipeline action's start and end.
 """
 
 import gzip

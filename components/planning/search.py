@@ -1,7 +1,7 @@
 """
 Search for a recipe's fastest plan: over meshes, microbatches, schedules and recomputation.
 
-Remedies for a recipe larger than its devices' memory: changed settings, verified by plans.
+For a recipe larger than its devices' memory, the search finds remedies: changed settings, verified by plans.
 """
 
 import math

@@ -5,13 +5,11 @@ The stage's module runs forward and backward on the meta device, exactly as in a
 per kind is recorded with all other blocks left out, and its costs are multiplied by the number of equal blocks. A plan
 therefore takes as long for 100 layers as for 10.
 
-Recorder for a module's passes on the meta device: live bytes, and the operations' estimated seconds.
-
-A meta tensor has a storage without memory, with the lifetime of a real one. So the live storages' sum is the memory an
-allocator would have handed out. An operation takes as long as its arithmetic or its memory traffic, whichever is more
-(Williams et al. 2009, "Roofline", CACM 52(4)), and no less than a launch. Attention takes both, one after the other,
-because kernels before and after its products sum and round. FLOPs and scratch memory are registered with the operations
-(`kernels/costs.py`).
+A recorder counts live bytes, and the operations' estimated seconds. A meta tensor has a storage without memory, with
+the lifetime of a real one. So the live storages' sum is the memory an allocator would have handed out. An operation
+takes as long as its arithmetic or its memory traffic, whichever is more (Williams et al. 2009, "Roofline", CACM 52(4)),
+and no less than a launch. Attention takes both, one after the other, because kernels before and after its products sum
+and round. FLOPs and scratch memory are registered with the operations (`kernels/costs.py`).
 """
 
 import math

@@ -1,7 +1,7 @@
 """
 A proof's run on this rank, with a record.
 
-Subjects of proofs: a component in its smallest recipe, or a recipe with the smallest sizes.
+The subject of a proof is a component in its smallest recipe, or a recipe with the smallest sizes.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """
 A run folder's parts for its report: metrics, events, checkpoints, recipe and sample; any may be missing.
 
-The table of runs below a folder: state, progress, losses, speed, and the settings in which their recipes differ.
+A table of the runs below a folder has state, progress, losses, speed, and the settings in which their recipes differ.
 """
 
 import os

@@ -3,7 +3,7 @@ Files and folders that survive a power cut: flushed to disk, and replaced atomic
 
 New content is written under a temporary name, flushed to disk, and renamed. No other module renames files.
 
-Reader for regular files; it does not follow links, and refuses pipes and devices before they block.
+Files are read without following links, and pipes and devices are refused before they block.
 """
 
 import errno

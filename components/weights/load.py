@@ -1,7 +1,7 @@
 """
 Loads weights from files into modules, through a mapper, one tensor group at a time.
 
-Conversion of a module's tensors by a mapper.
+Mappers also convert a module's tensors for files.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """
 Combinations of mappers: parallel, sequential, sharded over workers, and with prefixes.
 
-Elementary mappers: rename, reshape, stack, concatenate, distribute. Other mappers are composed of them.
+They are composed of elementary mappers: rename, reshape, stack, concatenate, distribute.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """
 Command results: attrs classes with a text, a JSON text, and a JSON Schema.
 
-Exit codes, and a console printing problems and failures once for several processes.
+A result comes with an exit code; a console prints problems and failures once for several processes.
 """
 
 import errno

@@ -1,7 +1,7 @@
 """
 The recipes of an editor: their texts, saved or not, and their graphs as of the last successful parse.
 
-The meaning of a key or value in a recipe: a node, setting, edge, component, variable or base.
+A key or value in a recipe means a node, setting, edge, component, variable or base.
 """
 
 import os

@@ -1,9 +1,7 @@
 """
 The registry of components by name: files of packages, and entry points of installed distributions.
 
-Component classes as recipes see them: settings and edges, read once from the class fields.
-
-Suggestions for unknown names of components.
+A component's settings and edges are read once from its class fields. Unknown names get suggestions.
 """
 
 import importlib

@@ -3,7 +3,7 @@ Fakes of ports, which record their calls, contract checks for implementations of
 
 A capability is misspelt if an attribute has nearly the name of an optional member.
 
-Build one component with the checks of a recipe, for tests.
+Tests build a single component with the checks of a recipe.
 """
 
 import functools

@@ -1,10 +1,9 @@
 """
 Operations for all Triton kernels: launch parameters, float32 matmuls, partial sums, rounding.
 
-Launches of compiled kernels without Triton's JIT in Python, which binds and describes all arguments every time.
-
-A compiled kernel is looked up by the JIT's own properties: a tensor's dtype and whether its address is divisible by 16;
-a tensor descriptor's dtype and block; whether an integer is 1, is divisible by 16, and fits 32 bits; and all other
+Compiled kernels are launched without Triton's JIT in Python, which binds and describes all arguments every time. A
+compiled kernel is looked up by the JIT's own properties: a tensor's dtype and whether its address is divisible by 16; a
+tensor descriptor's dtype and block; whether an integer is 1, is divisible by 16, and fits 32 bits; and all other
 arguments' values. The JIT does the first launch of every kind. It does all launches in the interpreter, and on AMD's
 GPUs, where it uses more properties.
 """

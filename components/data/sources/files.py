@@ -2,9 +2,7 @@
 Corpus files: globs, a file order independent from the file system, and decompression.
 
 fsspec reads paths with a protocol, such as `s3://bucket/corpus/*.jsonl`. Files with the suffixes `.gz` and `.zst` are
-decompressed.
-
-Text files, and the base class for corpora in files.
+decompressed. Text files are a corpus; other corpora in files derive from the base class.
 """
 
 import gzip

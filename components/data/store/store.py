@@ -1,8 +1,8 @@
 """
 Token store: a folder with shards and `store.json`, written when all shards are complete.
 
-Token store shard: a file with ids, a file with columns by document, and two with digests. Its files are mapped into
-memory, and every block is verified when a process first reads it.
+A shard is a file with ids, a file with columns by document, and two with digests. Its files are mapped into memory, and
+every block is verified when a process first reads it.
 
 `NNNNN.tokens` has all ids end to end, little-endian, 2 bytes each up to 65,536 ids and else 4. `NNNNN.documents` has
 four columns, one after another, with a number per document: its end in the shard (uint64, tokens), a hash over its ids

@@ -1,9 +1,8 @@
 """
 A router, and the experts that it sends tokens to.
 
-Nemotron 3 has networks without a gate, and experts between projections to fewer channels.
-
-The router of a layer with experts: which experts each token is sent to, and the losses that keep it in balance.
+The router chooses a token's experts, and its losses keep experts in balance. Nemotron 3 has networks without a gate,
+and experts between projections to fewer channels.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,8 @@
 """
 Specifications of a layer's parts, and the context in which they compute.
 
-Specifications of parts that few families have in place of attention.
-
-Specifications of experts: their activation, and how a token's experts are chosen.
+Parts are attention, the mixers that few families have in its place, feed-forward networks, and experts with their
+activation and router.
 """
 
 from collections import Counter

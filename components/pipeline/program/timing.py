@@ -6,7 +6,7 @@ rank's next action starts when the rank is free and its input has been produced;
 produced skips the wave. There are as many waves as the graph is deep, and a wave is a few vectorized operations over
 ranks.
 
-Costs by stage and op, as a plan or a trace of a run gives them.
+Costs by stage and op come from a plan, or from the trace of a run.
 """
 
 from collections.abc import Sequence
