@@ -4,6 +4,7 @@ import os
 import resource
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -21,6 +22,10 @@ Environment variables with which libraries let several ranks use one GPU, which 
 
 With them, NCCL treats each rank as a host of its own, and sends over sockets between ranks.
 """
+
+
+SYMMETRIC_BYTES = Counter[torch.device]()
+"""Bytes of symmetric memory by GPU, which torch's allocator does not count."""
 
 
 @component(impact="safe")
@@ -148,6 +153,6 @@ class ComputeDevice:
 
     def get_peak_memory_so_far(self) -> int:
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return torch.cuda.max_memory_allocated(self.device) + SYMMETRIC_BYTES[self.device]
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

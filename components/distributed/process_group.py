@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import attrs
 import torch
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom import UserError
+from drawloom.components.distributed.device import SYMMETRIC_BYTES
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.single_process import HostMemory
 from drawloom.ports import Group, Pending, SymmetricMemory
@@ -58,7 +60,10 @@ def allocate_symmetric_gpu_memory(size: int, group: Any, device: torch.device) -
             f"the GPUs of ranks {ranks} can't map each other's memory; they must be on one host, with peer access. "
             f"torch says: {str(error).strip().splitlines()[0]}"
         ) from error
-    return GpuMemory(parts, handle)
+    memory = GpuMemory(parts, handle)
+    SYMMETRIC_BYTES[device] += size
+    finalize(memory, SYMMETRIC_BYTES.subtract, {device: size})
+    return memory
 
 
 def allocate_shared_host_memory(size: int, group: Group) -> HostMemory:
