@@ -13,10 +13,10 @@ from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.stage_costs import StageCosts, Work
 from drawloom.ports import OPS, Program
 
-CONTENTION = 0.55
+CONTENTION = 0.6
 """
-Part of an exchange's time that passes lose beside it: two and four H200 took 0.5 and 0.67 of it longer for Llama 3 8B's
-shape with shards than one (`make bench NAME=several`).
+Part of an exchange's time that passes lose beside it: on two H200, steps with shards took 0.5 to 0.75 of it longer than
+one GPU's (`make bench NAME=several`).
 """
 
 

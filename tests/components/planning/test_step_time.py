@@ -63,14 +63,14 @@ def test_passes_hide_exchanges_up_to_their_own_length() -> None:
     """
     exchanges = [
         ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, Work(planned=0.25)),
-        ReplicaTimes({1: 2.5}, {1: 12.0}, 2.0, 30.0, Work(planned=0.5)),
+        ReplicaTimes({1: 2.5}, {1: 14.0}, 2.0, 30.0, Work(planned=0.5)),
     ]
     planned_time = estimate_step_time(
         PROGRAM, build_cost_table(COSTS, exchanges, message_seconds=0.0, host_link_bandwidth=1.0), COSTS, exchanges
     )
-    assert planned_time.compute == pytest.approx(2 * (3.0 + CONTENTION * 2.5) + 2 * 14.5)
-    assert (planned_time.gather, planned_time.sync, planned_time.update) == (2.0, max(CONTENTION * 30.0, 15.5), 0.5)
-    assert planned_time.seconds == pytest.approx(planned_time.compute + planned_time.bubble + 2.0 + 16.5 + 0.5)
+    assert planned_time.compute == pytest.approx(2 * (3.0 + CONTENTION * 2.5) + 2 * 16.5)
+    assert (planned_time.gather, planned_time.sync, planned_time.update) == (2.0, max(CONTENTION * 30.0, 13.5), 0.5)
+    assert planned_time.seconds == pytest.approx(planned_time.compute + planned_time.bubble + 2.0 + CONTENTION * 30.0 + 0.5)
 
 
 def test_forward_passes_of_a_reference_come_before() -> None:
