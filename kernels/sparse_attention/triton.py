@@ -314,11 +314,11 @@ def _score_visible_keys(
 
 @cache_launches("count")
 def _gather_keys(keys, places, gathered, count, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr):
-    """Store the keys at `count` places, and 0 at the place -1."""
+    """Store the keys at `count` places, and 0 for the place -1."""
     entry = tl.program_id(0).to(tl.int64) * KEYS + tl.arange(0, KEYS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    place = tl.load(places + entry, mask=entry < count, other=-1).to(tl.int64)
-    key = load_or_zero(keys + place[:, None] * WIDTH + column[None, :], mask_tile(place >= 0, column < WIDTH))
+    index = tl.load(places + entry, mask=entry < count, other=-1).to(tl.int64)
+    key = load_or_zero(keys + index[:, None] * WIDTH + column[None, :], mask_tile(index >= 0, column < WIDTH))
     tl.store(gathered + entry[:, None] * WIDTH + column[None, :], key, mask_tile(entry < count, column < WIDTH))
 
 

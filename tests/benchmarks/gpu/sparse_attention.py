@@ -2,8 +2,8 @@
 Attention with an indexer (DSA) beside dense latent attention, in a layer like DeepSeek-V3.2's.
 
 `make bench NAME=sparse_attention` takes 2 minutes. It prints errors against float64 for packed documents. For rows with
-8192 and 32768 tokens, or those in `ONLY="32768 65536"`, it prints milliseconds and memory for the forward pass and both
-passes: a layer's attention, without the projections that both have in common, and single operations. Kernels' own times
+8192 and 32768 tokens, or other lengths in `ONLY="32768 65536"`, it prints milliseconds and memory for the forward pass
+and both passes: a layer's attention, without the projections common to both, and single operations. Kernels' own times
 follow, then the steps of attention, each for all tokens, and operations with other tiles at 8192 tokens.
 """
 

@@ -86,7 +86,7 @@ def test_choice_equals_eager(length: int, chosen: int) -> None:
 
 
 def test_keys_without_a_token_do_not_count() -> None:
-    """A key that nobody chose has no influence, even if it is first in the row and not a number."""
+    """A key has no influence if nobody chose it, even if it is first in the row and not a number."""
     inputs = draw(1, 3, 2, 10), draw(1, 3, 10)
     choice = torch.tensor([[[1, -1, -1], [2, -1, -1], [1, 2, -1]]], dtype=torch.int32, device=DEVICE)
     with torch.no_grad():
