@@ -170,11 +170,18 @@ def next_power_of_2(number: int) -> int:
 
 def addmm_fp32(summed: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to summed, float32 (rows, columns): a (rows, inner) and b (inner, columns) with one dtype."""
-    # torch.addmm has no out_dtype on CPUs.
+    # torch's products have no out_dtype on CPUs.
     if summed.is_cuda and a.dtype != torch.float32:
         torch.addmm(summed, a, b, out_dtype=torch.float32, out=summed)
     else:
         summed.addmm_(a.float(), b.float())
+
+
+def bmm_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in float32: a (batch, rows, inner) and b (batch, inner, columns) with one dtype."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
 
 
 BLOCK, PARTS_PER_STEP = 32, 64

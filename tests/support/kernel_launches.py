@@ -112,22 +112,21 @@ def attention() -> Iterator[tuple[str, Launch]]:
 
 
 def choices() -> Iterator[tuple[str, Launch]]:
-    bounds = torch.zeros(1, 65, dtype=torch.int32)
+    bounds = torch.zeros(1, 2, dtype=torch.int32)
     for heads, dtype, chosen in ((128, BF16, 2048), (64, BF16, 2048), (128, FLOAT, 512)):
-        queries, keys, factors = empty(1, 65, 64, 128, dtype=dtype), empty(1, 65, 128, dtype=dtype), empty(1, 65, 64)
-        q, latents = empty(1, 65, heads, 576, dtype=dtype), empty(1, 65, 576, dtype=dtype)
-        choice, name = torch.full((1, 65, chosen), -1, dtype=torch.int32), f"{heads} heads {dtype}"
-        index, inputs, lse = (queries, keys, factors), (q, latents, choice), empty(1, 65, heads, dtype=FLOAT)
+        queries, keys, factors = empty(1, 2, 64, 128, dtype=dtype), empty(1, 2, 128, dtype=dtype), empty(1, 2, 64)
+        q, latents, grad = (empty(1, 2, *shape, dtype=dtype) for shape in ((heads, 576), (576,), (heads, 512)))
+        choice, name = torch.full((1, 2, chosen), -1, dtype=torch.int32), f"{heads} heads {dtype}"
+        index, inputs = (queries, keys, factors), (q, latents, choice)
         yield f"choose_keys {name}", lambda i=index: sparse_attention._choose_keys(*i, bounds, bounds, 16)  # type: ignore[call-arg]
         yield (
             f"choose_keys backward {name}",
             lambda i=index, c=choice: sparse_attention._choose_keys_backward(c.float(), *i, c),  # type: ignore[call-arg]
         )
         yield f"sparse_attention {name}", lambda i=inputs: sparse_attention._attend(*i, 512, 0.1)  # type: ignore[call-arg]
-        mixed = q[..., :512]
         yield (
             f"sparse_attention backward {name}",
-            lambda i=inputs, m=mixed, s=lse: sparse_attention._attend_backward(m, *i, m, s, 0.1),  # type: ignore[call-arg]
+            lambda i=inputs, g=grad: sparse_attention._attend_backward(g, *i, 0.1),  # type: ignore[call-arg]
         )
 
 

@@ -2,9 +2,9 @@
 Attention with an indexer (DSA) beside dense latent attention, in a layer like DeepSeek-V3.2's.
 
 `make bench NAME=sparse_attention` takes 2 minutes. It prints errors against float64 for packed documents. For rows with
-8192 and 32768 tokens it prints milliseconds and memory for the forward pass and both passes: a layer's attention,
-without the projections that both have in common, and single operations. Kernels' own times follow, and operations' with
-other tiles at 8192 tokens.
+8192 and 32768 tokens, or other lengths in `ONLY="32768 65536"`, it prints milliseconds and memory for the forward pass
+and both passes: a layer's attention, without the projections common to both, and single operations. Kernels' own times
+follow, then the steps of attention, each for all tokens, and operations with other tiles at 8192 tokens.
 """
 
 import sys
@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.clock import error, now, show_kernels
@@ -24,7 +25,7 @@ from drawloom.components.model.deepseek_v32 import DeepseekV32
 from drawloom.components.ports.model import LayerRange
 from drawloom.kernels.attention.cudnn import choose_one_document_implementation
 from drawloom.kernels.sparse_attention import eager, triton
-from drawloom.kernels.sparse_attention.triton import TILES, Tile
+from drawloom.kernels.triton.primitives import bmm_fp32, cdiv
 from support.qwen3 import kernels_on
 
 HIDDEN, HEADS, LATENT, ROPE, NOPE, QUERY_RANK, CHOSEN = 7168, 128, 512, 64, 128, 1536, 2048
@@ -34,20 +35,13 @@ DOCUMENTS = (300, 2260)
 """Documents' lengths for errors; in the second one most tokens see more keys than are chosen."""
 
 FORWARDS, BOTH, CHOICE, CHOICE_BOTH = "attention, forwards", "attention, both", "choice, forwards", "choice, both"
-VARIANTS: list[tuple[str, dict[str, Tile]]] = [
-    (FORWARDS, {}),
-    *((FORWARDS, {"weights": tile}) for tile in (Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2))),
-    *((FORWARDS, {"sums": Tile(128, keys, 8, stages)}) for keys, stages in ((64, 2), (64, 4), (32, 4))),
-    (FORWARDS, {"sums": Tile(64, 64, 8, 3)}),
-    (FORWARDS, {"weights": Tile(128, 32, 4, 3), "sums": Tile(128, 32, 8, 4)}),
-    (FORWARDS, {"weights": Tile(64, 32, 4, 3), "sums": Tile(128, 32, 8, 4)}),
-    (BOTH, {}),
-    *((BOTH, {"gradients": tile}) for tile in (Tile(64, 32, 4, 3), Tile(64, 64, 4, 1))),
-    (BOTH, {"sums": Tile(128, 64, 8, 4)}),
-    (CHOICE, {}),
-    *((CHOICE, {"index_scores": tile}) for tile in (Tile(128, 128, 8, 2), Tile(128, 128, 8, 4), Tile(64, 128, 4, 3))),
+VARIANTS: list[tuple[str, str, dict[str, int]]] = [
+    *((BOTH, "gather", {"KEYS": keys, "COLUMNS": columns}) for keys, columns in ((64, 64), (256, 64), (64, 128))),
+    *((BOTH, "sums", {"ENTRIES": entries, "COLUMNS": columns}) for entries, columns in ((16, 256), (32, 64), (64, 64))),
+    *((CHOICE, "scores", {"num_stages": stages}) for stages in (2, 4)),
+    (CHOICE, "scores", {"BLOCK": 64, "num_warps": 4}),
 ]
-"""Calls with other tiles: most heads (or tokens), keys, warps, stages. Sums have no more keys than weights."""
+"""Operations with other options for a kernel's tiles."""
 
 CHUNKS = (2**30, 2**32)
 
@@ -61,19 +55,18 @@ def main() -> None:
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}", flush=True)
     torch.manual_seed(0)
     _try("errors", _show_errors)
-    for length in LENGTHS:
+    for length in map(int, sys.argv[1:] or LENGTHS):
         print(f"\n{length:,} tokens", flush=True)
-        _try("layers", partial(_show_layers, length))
-        _try("operations", partial(_show_operations, length))
+        for part in (_show_layers, _show_operations, _show_steps):
+            _try(part.__name__, partial(part, length))
     print(f"\nother tiles, {VARIED_LENGTH:,} tokens", flush=True)
-    calls = _create_operations(VARIED_LENGTH)
-    defaults = dict(TILES)
-    for user, tiles in VARIANTS:
-        TILES.update(defaults | tiles)
-        name = f"{user} {' '.join(f'{kernel} {tuple(tile)}' for kernel, tile in tiles.items())}"
-        _try(name, partial(_show, name, calls[user]))
-    TILES.update(defaults)
-    default = triton.CHUNK_BYTES
+    calls, tiles = _create_operations(VARIED_LENGTH), triton.TILES
+    for name in (BOTH, CHOICE):
+        _show(name, calls[name])
+    for name, kernel, options in VARIANTS:
+        triton.TILES = tiles | {kernel: tiles[kernel] | options}
+        _try(kernel, partial(_show, f"{name}, {kernel} {options}", calls[name]))
+    triton.TILES, default = tiles, triton.CHUNK_BYTES
     for triton.CHUNK_BYTES in CHUNKS:
         name = f"{BOTH} in chunks with {triton.CHUNK_BYTES / 2**30:.0f} GiB"
         _try(name, partial(_show, name, calls[BOTH]))
@@ -93,8 +86,12 @@ def _draw(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, device="cuda") * scale).bfloat16().requires_grad_()
 
 
-def _show(name: str, call: Call) -> None:
-    """Print a call's median milliseconds of three, after one, and its peak memory beyond the memory in use before."""
+def _show(name: str, call: Call, times_called: float = 1) -> None:
+    """
+    Print a call's milliseconds, the median of three after one, and its peak memory beyond the memory in use before.
+
+    Milliseconds are for all times that the call is made.
+    """
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -107,7 +104,7 @@ def _show(name: str, call: Call) -> None:
         end.synchronize()
         times.append(start.elapsed_time(end))
     memory = (torch.cuda.max_memory_allocated() - before) / 2**30
-    print(f"  {name}: {median(times):.2f} ms, {memory:.1f} GiB", flush=True)
+    print(f"  {name}: {median(times) * times_called:.2f} ms, {memory:.1f} GiB", flush=True)
 
 
 def _draw_index_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,6 +187,40 @@ def _show_operations(length: int) -> None:
     for name in (CHOICE_BOTH, BOTH):
         print(f"   {name}", flush=True)
         show_kernels(calls[name], 10)
+
+
+def _show_steps(length: int) -> None:
+    """Print the steps of attention to a row with one document, from a chunk whose tokens have all their keys."""
+    latents, visible = _draw(1, length, LATENT + ROPE).detach(), torch.rand(1, 64, length, device="cuda")
+    size = triton.CHUNK_BYTES // (CHOSEN * triton._count_pair_bytes(latents, 2 * HEADS))
+    choice = visible.topk(CHOSEN).indices.int().repeat(1, cdiv(size, 64), 1)[:, :size]
+    chunk = next(triton._gather_chunks(choice, latents, 2 * HEADS))
+    q, grad = (_draw(size, HEADS, width).detach() for width in (LATENT + ROPE, LATENT))
+    keys, sums = chunk.keys, torch.zeros_like(latents, dtype=torch.float32)
+
+    def join() -> Tensor:
+        return torch.cat([q, F.pad(grad, (0, ROPE))], 1)
+
+    rows = join()
+    weights, pairs = (triton._weigh_keys(chunk, x, HEADS, SCALE) for x in (q, rows))
+    steps: dict[str, Call] = {
+        "both: gathered keys": lambda: next(triton._gather_chunks(choice, latents, 2 * HEADS)),
+        "keys gathered by torch": lambda: latents[0][chunk.places],
+        "forwards: scores": lambda: bmm_fp32(q, keys.mT),
+        "forwards: scores and weights": lambda: triton._weigh_keys(chunk, q, HEADS, SCALE),
+        "forwards: results": lambda: torch.bmm(weights, keys[..., :LATENT]),
+        "forwards: weights' sums": lambda: weights.sum(1, dtype=torch.float32),
+        "backwards: joined rows": join,
+        "backwards: scores and weights' gradients": lambda: bmm_fp32(rows, keys.mT),
+        "backwards: these and pairs": lambda: triton._weigh_keys(chunk, rows, HEADS, SCALE),
+        "backwards: queries' gradients": lambda: torch.bmm(pairs[:, :HEADS], keys),
+        "backwards: keys' parts": lambda: torch.bmm(pairs.mT, rows),
+        "backwards: sorted places": lambda: chunk.places.flatten().sort(stable=True),
+        "backwards: parts, sorted places and their sums": lambda: triton._add_by_key(chunk, pairs, rows, sums),
+    }
+    print(f"   steps of attention, {size} tokens in a chunk", flush=True)
+    for name, call in steps.items():
+        _show(f"  {name}", call, length / size)
 
 
 def _build_attention(kind: Any, **sizes: Any) -> Any:
