@@ -76,8 +76,10 @@ $(BIN)/python:
 	$(PIP) --editable '.[docs]'
 	touch $@
 
+# The oldest Triton that pyproject.toml allows is beside the environment: its compiler refuses what newer ones accept.
 .venv/test: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/oldest-triton triton==3.6.0
 	touch $@
 
 .venv/soak: .venv/test

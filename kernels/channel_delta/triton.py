@@ -106,7 +106,7 @@ def _decay_queries_and_keys(
     PARTS: tl.constexpr = (K + BK - 1) // BK
     channel = tl.program_id(0) % PARTS * BK + tl.arange(0, BK)
     _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
-    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+    head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
     _first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     gates = tl.maximum(load_tile(g, head_tokens, channel, K).to(tl.float32), MIN_GATE)
@@ -129,10 +129,10 @@ def _load_border_decays(sums, head_tokens, end, size, is_alone, channel, K: tl.c
     The next size is 0 if all decays in the halves are above exp(-LIMIT): then these factors serve pairs in a half, too.
     """
     LIMIT: tl.constexpr = MAX_FLOAT16_EXPONENT if tl.float16 == DTYPE else MAX_EXPONENT
-    (first, token, _inside), head, HEADS = head_tokens
+    first, token, _inside, head, HEADS = head_tokens
     border = (token | (2 * size - 1)) - size  # the first half's last token
     exponents = load_tile(sums, head_tokens, channel, K)
-    exponents -= load_tile(sums, ((first, border, border <= end), head, HEADS), channel, K)
+    exponents -= load_tile(sums, (first, border, border <= end, head, HEADS), channel, K)
     different = token[:, None] ^ token[None, :]
     is_last = is_alone & (tl.max(tl.max(tl.abs(exponents), 1), 0) <= LIMIT)
     least, next_size = tl.where(is_last, 1, size), tl.where(is_last, 0, size // 2)
@@ -151,7 +151,7 @@ def _solve_chunk_systems(
     # fmt: on
     """Store, by chunk and head, decayed scores, the inverse system, and its products with keys and values."""
     _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
-    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+    head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     own, _incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     is_alone = tl.load(ids + first) == last
@@ -198,7 +198,7 @@ def _compute_gradients(
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
     number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
-    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+    head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     is_alone = tl.load(ids + first) == last

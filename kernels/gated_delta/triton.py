@@ -232,7 +232,7 @@ def solve_chunk_systems(
     # fmt: on
     """Store, by chunk and head, the decay sums, the inverse system, and its products with keys and values."""
     _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
-    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+    head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
@@ -266,7 +266,7 @@ def multiply_keys_by_inverse(
     # fmt: on
     """Store the inverse systems' products with keys, as `solve_chunk_systems` does."""
     _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
-    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+    head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
     _first, token, _inside = tokens
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
@@ -302,7 +302,7 @@ def carry_states_and_update_written(
         narrow = carried.to(states.dtype.element_ty)
         store_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
         tokens = locate_tokens(row, chunk, length)
-        head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+        head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
         first, token, inside = tokens
         end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
         own = tl.load(ids + first + token, mask=inside, other=-2)
@@ -335,7 +335,7 @@ def compute_results(
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // BLOCKS, length, chunks, HEADS)
-    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+    head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
     _first, token, inside = tokens
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
@@ -372,7 +372,7 @@ def compute_gradients_within_chunks(
     decays. Start the decay sums' gradients. With `weights`, see `compute_results`, store gradients for these instead.
     """
     _number, head, _row, _chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
-    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+    head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     channel = tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
@@ -422,7 +422,7 @@ def carry_gradients_back(
         narrow = carried.to(grad_states.dtype.element_ty)
         store_state_tile(grad_states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
         tokens = locate_tokens(row, chunk, length)
-        head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+        head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
         own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
         sums, to_end, kept = load_decays(decays, head_tokens, end, own, last, channel, K, BY_CHANNEL)
         from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
@@ -454,7 +454,7 @@ def compute_system_gradients(
     lack beta and decays, and all else that follows from them is for `compute_gradients_by_channel`.
     """
     _number, head, _row, _chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
-    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+    head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     channel = tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
@@ -507,7 +507,7 @@ def compute_query_gradients(
     part = tl.program_id(0) % PARTS
     program = tl.program_id(0) // PARTS
     chunk_number, key_head, row, chunk, tokens = locate_chunk_and_head(program, length, chunks, HEADS // GROUPS)
-    key_tokens = tokens, key_head, HEADS // GROUPS
+    key_tokens = tokens + (key_head, HEADS // GROUPS)
     first, token, inside = tokens
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = part * BK + tl.arange(0, BK)
@@ -516,7 +516,7 @@ def compute_query_gradients(
     total = tl.zeros((CHUNK, BK), tl.float32)
     for number in range(GROUPS):
         head = key_head * GROUPS + number
-        head_tokens = tokens, head, HEADS
+        head_tokens = tokens + (head, HEADS)
         to_query = tl.zeros((CHUNK, BK), tl.float32)
         for begin in range(0, V, BV):
             column = begin + tl.arange(0, BV)
@@ -548,7 +548,7 @@ def compute_key_gradients(
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
     number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
-    head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+    head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
     first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = part * BK + tl.arange(0, BK)
@@ -597,7 +597,7 @@ def sum_g_and_beta_gradients_kernel(
     # fmt: on
     """Store gates' and beta's gradients: the sums over all parts, and for gates within a document and chunk."""
     _number, head, _row, _chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
-    head_tokens = tokens, head, HEADS
+    head_tokens = tokens + (head, HEADS)
     first, token, inside = tokens
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
@@ -620,11 +620,11 @@ tl.constexpr):
     # fmt: on
     """Store gradients summed over value heads with a common key head."""
     key_head = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    channel, tokens = tl.arange(0, BK), (0, key_head, key_head < count)
+    channel, inside = tl.arange(0, BK), key_head < count
     total = tl.zeros((SIZE, BK), tl.float32)
     for number in tl.static_range(GROUPS):
-        total += load_tile(grad, (tokens, number, GROUPS), channel, K).to(tl.float32)
-    store_tile(result, (tokens, 0, 1), channel, K, total)
+        total += load_tile(grad, (0, key_head, inside, number, GROUPS), channel, K).to(tl.float32)
+    store_tile(result, (0, key_head, inside, 0, 1), channel, K, total)
 
 
 MAX_WIDTH = 256

@@ -62,9 +62,9 @@ def sum_gates(g, ids, decays, length, chunks, HEADS: tl.constexpr, BLOCK: tl.con
     first, token, inside = tokens
     own = tl.load(ids + first + token, mask=inside, other=-2)
     heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gates = tl.maximum(load_tile(g, (tokens, 0, 1), heads, HEADS).to(tl.float32), MIN_GATE)
+    gates = tl.maximum(load_tile(g, (first, token, inside, 0, 1), heads, HEADS).to(tl.float32), MIN_GATE)
     sums = multiply(mask_causal_document_pairs(own, inside).to(tl.float32), gates, "tf32x3")
-    store_tile(decays, (tokens, 0, 1), heads, HEADS, sums)
+    store_tile(decays, (first, token, inside, 0, 1), heads, HEADS, sums)
 
 
 # fmt: off
@@ -76,7 +76,7 @@ def mix_values(
     # fmt: on
     """Store a chunk's results for all value heads with a common key head."""
     number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS // GROUPS)
-    key_tokens = tokens, key_head, HEADS // GROUPS
+    key_tokens = tokens + (key_head, HEADS // GROUPS)
     _first, _token, inside = tokens
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
@@ -84,7 +84,7 @@ def mix_values(
     scores = multiply(query, load_transposed(k, key_tokens, channel, K), PRECISION)
     is_pair = mask_causal_document_pairs(own, inside)
     for head in range(key_head * GROUPS, (key_head + 1) * GROUPS):
-        head_tokens = tokens, head, HEADS
+        head_tokens = tokens + (head, HEADS)
         sums = load_by_token(decays, head_tokens)
         weights = (scores * exp_where(is_pair, sums[:, None] - sums[None, :])).to(query.dtype)
         for begin in tl.static_range(0, V, BV):
@@ -106,7 +106,7 @@ def compute_value_gradients(
     # fmt: on
     """Store a chunk's gradients for values, and their part in the gradients for gates' sums."""
     number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS // GROUPS)
-    key_tokens = tokens, key_head, HEADS // GROUPS
+    key_tokens = tokens + (key_head, HEADS // GROUPS)
     first, token, inside = tokens
     own, _incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
@@ -114,7 +114,7 @@ def compute_value_gradients(
     scores = multiply(key, load_transposed(q, key_tokens, channel, K), PRECISION)  # by key and query
     is_pair = mask_document_pairs_by_key(own, inside)
     for head in range(key_head * GROUPS, (key_head + 1) * GROUPS):
-        head_tokens = tokens, head, HEADS
+        head_tokens = tokens + (head, HEADS)
         sums, total = load_by_token(decays, head_tokens), tl.load(decays + (first + end) * HEADS + head)
         weights = (scores * exp_where(is_pair, sums[None, :] - sums[:, None])).to(key.dtype)
         to_sums = tl.zeros((CHUNK,), tl.float32)
@@ -141,7 +141,7 @@ def compute_other_gradients(
     # fmt: on
     """Store a chunk's gradients for a key head's queries and keys, and for gates."""
     number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS // GROUPS)
-    key_tokens = tokens, key_head, HEADS // GROUPS
+    key_tokens = tokens + (key_head, HEADS // GROUPS)
     first, token, inside = tokens
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
     channel = tl.arange(0, BK)
@@ -151,7 +151,7 @@ def compute_other_gradients(
     is_pair, by_query = mask_causal_document_pairs(own, inside), tl.zeros((CHUNK, CHUNK), tl.float32)
     to_queries, to_keys = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
     for head in range(key_head * GROUPS, (key_head + 1) * GROUPS):
-        head_tokens = tokens, head, HEADS
+        head_tokens = tokens + (head, HEADS)
         sums, total = load_by_token(decays, head_tokens), tl.load(decays + (first + end) * HEADS + head)
         from_state, to_end = exp_where(own == incoming, sums), exp_where(own == last, total - sums)
         to_sums = load_by_token(grad_sums, head_tokens)

@@ -70,7 +70,7 @@ def load_chunk_document_ids(ids, before, row, chunk, tokens, length):
 @triton.jit
 def load_by_token(tensor, head_tokens):
     """Load a head's number for every token."""
-    (first, token, inside), head, HEADS = head_tokens
+    first, token, inside, head, HEADS = head_tokens
     return load_or_zero(tensor + ((first + token) * HEADS + head), inside)
 
 
@@ -81,7 +81,7 @@ def load_decays(decays, head_tokens, end, own, last, channel, K: tl.constexpr, B
 
     By channel, this is a column (channel, 1), and queries and keys have the others already.
     """
-    (first, _token, _inside), head, HEADS = head_tokens
+    first, _token, _inside, head, HEADS = head_tokens
     if BY_CHANNEL:
         sums = tl.zeros((CHUNK,), tl.float32)
         to_end = exp_where(own == last, sums)
@@ -98,7 +98,7 @@ def load_decays(decays, head_tokens, end, own, last, channel, K: tl.constexpr, B
 @triton.jit
 def load_tile(tensor, head_tokens, columns, WIDTH: tl.constexpr):
     """Load tokens by a head's columns (columns,)."""
-    (first, token, inside), head, HEADS = head_tokens
+    first, token, inside, head, HEADS = head_tokens
     at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[:, None] * (HEADS * WIDTH) + columns[None, :])
     return load_or_zero(at, mask_tile(inside, columns < WIDTH))
 
@@ -106,7 +106,7 @@ def load_tile(tensor, head_tokens, columns, WIDTH: tl.constexpr):
 @triton.jit
 def load_transposed(tensor, head_tokens, columns, WIDTH: tl.constexpr):
     """Load `load_tile` transposed: columns by tokens."""
-    (first, token, inside), head, HEADS = head_tokens
+    first, token, inside, head, HEADS = head_tokens
     at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[None, :] * (HEADS * WIDTH) + columns[:, None])
     return load_or_zero(at, inside[None, :] & (columns < WIDTH)[:, None])
 
@@ -114,7 +114,7 @@ def load_transposed(tensor, head_tokens, columns, WIDTH: tl.constexpr):
 @triton.jit
 def store_tile(tensor, head_tokens, columns, WIDTH: tl.constexpr, values):
     """Store tokens by a head's columns (columns,)."""
-    (first, token, inside), head, HEADS = head_tokens
+    first, token, inside, head, HEADS = head_tokens
     at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[:, None] * (HEADS * WIDTH) + columns[None, :])
     tl.store(at, values, mask=mask_tile(inside, columns < WIDTH))
 
@@ -234,7 +234,7 @@ def carry_states(
         store_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
         tokens = locate_tokens(row, chunk, length)
         own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
-        head_tokens, key_tokens = (tokens, head, HEADS), (tokens, head // GROUPS, HEADS // GROUPS)
+        head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
         sums, to_end, kept = load_decays(decays, head_tokens, end, own, last, channel, K, BY_CHANNEL)
         factors = exp_where(own == incoming, sums) if BACK else to_end
         values = load_tile(v, head_tokens, column, V).to(tl.float32)
