@@ -49,7 +49,7 @@ MAX_KEY_BYTES = 512
 TILES = {
     "scores": {"BLOCK": 128, "KEYS": 128, "num_warps": 8, "num_stages": 3},
     "gather": {"KEYS": 128, "COLUMNS": 64, "num_warps": 4},
-    "sums": {"ENTRIES": 32, "COLUMNS": 128, "num_warps": 4},
+    "sums": {"ENTRIES": 16, "num_warps": 8},
 }
 """Launch options for an H200: tokens and keys for an indexer's scores, gathered keys, and parts of keys' gradients."""
 
@@ -175,11 +175,13 @@ def _choose_keys_backward(
     keys, grad_keys = keys.contiguous(), keys.new_zeros(keys.shape, dtype=torch.float32)
     for chunk in _gather_chunks(choice, keys, queries.shape[1]):
         own, near = queries[chunk.tokens], chunk.keys
-        products = torch.bmm(own, near.mT)
-        wanted = grad[chunk.tokens, None]
-        pairs = (wanted * factors[chunk.tokens, :, None] * (products > 0)).to(own.dtype)
-        grads[0].flatten(0, 1)[chunk.tokens] = torch.bmm(pairs, near)
-        grads[2].flatten(0, 1)[chunk.tokens] = (wanted * products.relu()).sum(2).to(factors.dtype)
+        pairs = torch.bmm(own, near.mT)
+        _differentiate_products[(pairs.shape[:2].numel(),)](
+            *(pairs, grad[chunk.tokens], factors[chunk.tokens], grads[2].flatten(0, 1)[chunk.tokens]),
+            HEADS=pairs.shape[1],
+            **_choose_row_options(pairs),
+        )
+        torch.bmm(pairs, near, out=grads[0].flatten(0, 1)[chunk.tokens])
         _add_by_key(chunk, pairs, own, grad_keys)
     grads[1].copy_(grad_keys)
 
@@ -253,16 +255,17 @@ def _weigh_keys(chunk: Chunk, rows: Tensor, heads: int, scale: float) -> Tensor:
     If results' gradients follow the queries, return scores' gradients, and then weights: (tokens, 2 heads, chosen).
     """
     products = bmm_fp32(rows, chunk.keys.mT)
-    pairs, block = rows.new_empty(products.shape), next_power_of_2(products.shape[2])
+    pairs = rows.new_empty(products.shape)
     _normalize_scores[(len(rows) * heads,)](
-        *(products, chunk.counts, pairs, scale),
-        HEADS=heads,
-        ROWS=rows.shape[1],
-        CHOSEN=products.shape[2],
-        BLOCK=block,
-        num_warps=max(1, min(32, block // 512)),
+        *(products, chunk.counts, pairs, scale), HEADS=heads, ROWS=rows.shape[1], **_choose_row_options(pairs)
     )
     return pairs
+
+
+def _choose_row_options(pairs: Tensor) -> dict[str, int]:
+    """Return launch options for a program per token and head, whose chosen keys (..., chosen) are in one tile."""
+    block = next_power_of_2(pairs.shape[2])
+    return {"CHOSEN": pairs.shape[2], "BLOCK": block, "num_warps": max(1, min(32, block // 512))}
 
 
 def _add_by_key(chunk: Chunk, pairs: Tensor, rows: Tensor, result: Tensor) -> None:
@@ -272,11 +275,12 @@ def _add_by_key(chunk: Chunk, pairs: Tensor, rows: Tensor, result: Tensor) -> No
     A pair's part is `pairs` (tokens, heads, chosen) times `rows` (tokens, heads, width), summed over heads.
     """
     parts, (keys, width) = torch.bmm(pairs.mT, rows), (result.shape[:2].numel(), result.shape[2])
-    tile = TILES["sums"]
     ordered, order = chunk.places.flatten().sort(stable=True)
     boundaries = torch.arange(keys + 1, dtype=torch.int32, device=order.device)
     starts = torch.searchsorted(ordered, boundaries, out_int32=True)
-    _add_ordered_parts[(keys, cdiv(width, tile["COLUMNS"]))](parts, order, starts, result, WIDTH=width, **tile)
+    _add_ordered_parts[(keys,)](
+        *(parts, order, starts, result), WIDTH=width, COLUMNS=next_power_of_2(width), **TILES["sums"]
+    )
 
 
 @triton.jit
@@ -342,13 +346,26 @@ def _normalize_scores(
 
 
 @cache_launches()
+def _differentiate_products(
+    products, grad, factors, grad_factors, HEADS: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Replace a token's products for a head by their gradients, and store the factor's."""
+    pair, slot = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    exists, target = slot < CHOSEN, products + pair * CHOSEN + slot
+    wanted = load_or_zero(grad + pair // HEADS * CHOSEN + slot, exists)
+    product = load_float32(target, exists)
+    tl.store(grad_factors + pair, tl.sum(wanted * tl.maximum(product, 0.0)))
+    tl.store(target, tl.where(product > 0, wanted * load_float32(factors + pair, None), 0.0), mask=exists)
+
+
+@cache_launches()
 def _add_ordered_parts(
     parts, order, starts, result, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr
 ):  # fmt: skip
     """Add a key's parts to its result; `order` has their numbers from the key's start on."""
     key = tl.program_id(0).to(tl.int64)
     first, last = tl.load(starts + key), tl.load(starts + key + 1)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.arange(0, COLUMNS)
     total = tl.zeros((ENTRIES, COLUMNS), tl.float32)
     for begin in range(first, last, ENTRIES):
         entry = begin + tl.arange(0, ENTRIES)

@@ -4,7 +4,7 @@ Attention with an indexer (DSA) beside dense latent attention, in a layer like D
 `make bench NAME=sparse_attention` takes 2 minutes. It prints errors against float64 for packed documents. For rows with
 8192 and 32768 tokens, or other lengths in `ONLY="32768 65536"`, it prints milliseconds and memory for the forward pass
 and both passes: a layer's attention, without the projections common to both, and single operations. Kernels' own times
-follow, then the steps of attention, each for all tokens, and operations with other tiles at 8192 tokens.
+follow, then the steps of attention, each for all tokens, and operations with other tiles at 32768 tokens.
 """
 
 import sys
@@ -30,14 +30,17 @@ from support.qwen3 import kernels_on
 
 HIDDEN, HEADS, LATENT, ROPE, NOPE, QUERY_RANK, CHOSEN = 7168, 128, 512, 64, 128, 1536, 2048
 INDEX_HEADS, INDEX_WIDTH, SCALE = 64, 128, 192**-0.5
-LENGTHS, VARIED_LENGTH = (8192, 32768), 8192
+LENGTHS, VARIED_LENGTH = (8192, 32768), 32768
 DOCUMENTS = (300, 2260)
 """Documents' lengths for errors; in the second one most tokens see more keys than are chosen."""
 
 FORWARDS, BOTH, CHOICE, CHOICE_BOTH = "attention, forwards", "attention, both", "choice, forwards", "choice, both"
 VARIANTS: list[tuple[str, str, dict[str, int]]] = [
-    *((BOTH, "gather", {"KEYS": keys, "COLUMNS": columns}) for keys, columns in ((64, 64), (256, 64), (64, 128))),
-    *((BOTH, "sums", {"ENTRIES": entries, "COLUMNS": columns}) for entries, columns in ((16, 256), (32, 64), (64, 64))),
+    *((BOTH, "gather", {"KEYS": keys, "COLUMNS": columns}) for keys, columns in ((64, 128), (32, 256), (16, 1024))),
+    *(
+        (BOTH, "sums", {"ENTRIES": entries, "num_warps": warps})
+        for entries, warps in ((8, 4), (8, 8), (32, 8), (16, 16))
+    ),
     *((CHOICE, "scores", {"num_stages": stages}) for stages in (2, 4)),
     (CHOICE, "scores", {"BLOCK": 64, "num_warps": 4}),
 ]
