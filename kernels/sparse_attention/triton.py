@@ -47,9 +47,9 @@ MAX_KEY_BYTES = 512
 """Most bytes of an indexer's key, for which shared memory is enough."""
 
 TILES = {
-    "scores": {"BLOCK": 128, "KEYS": 128, "num_warps": 8, "num_stages": 3},
+    "scores": {"BLOCK": 64, "KEYS": 128, "num_warps": 4, "num_stages": 3},
     "gather": {"KEYS": 128, "COLUMNS": 64, "num_warps": 4},
-    "sums": {"ENTRIES": 16, "num_warps": 8},
+    "sums": {"ENTRIES": 8, "num_warps": 4},
 }
 """Launch options for an H200: tokens and keys for an indexer's scores, gathered keys, and parts of keys' gradients."""
 

@@ -37,12 +37,9 @@ DOCUMENTS = (300, 2260)
 FORWARDS, BOTH, CHOICE, CHOICE_BOTH = "attention, forwards", "attention, both", "choice, forwards", "choice, both"
 VARIANTS: list[tuple[str, str, dict[str, int]]] = [
     *((BOTH, "gather", {"KEYS": keys, "COLUMNS": columns}) for keys, columns in ((64, 128), (32, 256), (16, 1024))),
-    *(
-        (BOTH, "sums", {"ENTRIES": entries, "num_warps": warps})
-        for entries, warps in ((8, 4), (8, 8), (32, 8), (16, 16))
-    ),
+    *((BOTH, "sums", {"ENTRIES": entries, "num_warps": warps}) for entries, warps in ((4, 2), (4, 4), (8, 2), (16, 8))),
     *((CHOICE, "scores", {"num_stages": stages}) for stages in (2, 4)),
-    (CHOICE, "scores", {"BLOCK": 64, "num_warps": 4}),
+    (CHOICE, "scores", {"BLOCK": 128, "num_warps": 8}),
 ]
 """Operations with other options for a kernel's tiles."""
 
