@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from typing import Any
 
 import attrs
@@ -17,7 +19,7 @@ class JsonProcess:
     A Python file in its own process; the first argument is its pipe's descriptor.
 
     The process starts with the first request, in isolated mode: neither the environment nor the current directory can
-    change its imports. It ends when its pipe closes, as when this process is killed.
+    change its imports, and it prints nothing. It ends when its pipe closes, as when this process is killed.
     """
 
     file: str
@@ -38,8 +40,14 @@ class JsonProcess:
         if self._process is None:
             self._pipe, child_end = Pipe()
             command = [sys.executable, "-I", self.file, str(child_end.fileno())]
+            nowhere = subprocess.DEVNULL
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], start_new_session=True
+                command,
+                stdin=nowhere,
+                stdout=nowhere,
+                stderr=nowhere,
+                pass_fds=[child_end.fileno()],
+                start_new_session=True,
             )
             child_end.close()
         try:
@@ -51,6 +59,17 @@ class JsonProcess:
             raise EOFError(f"the process of {self.file} has died") from error
         self.close()
         raise TimeoutError(f"the process of {self.file} takes more than {seconds:g} s")
+
+    def open_pipe(self) -> Connection:
+        """Return one end of a new pipe, and send the other to the running process. Raises EOFError if it has died."""
+        ours, theirs = Pipe()
+        with theirs:
+            try:
+                send_handle(self._pipe, theirs.fileno(), self._process.pid)
+            except OSError as error:
+                self.close()
+                raise EOFError(f"the process of {self.file} has died") from error
+        return ours
 
     def close(self) -> None:
         """Kill the process."""

@@ -95,10 +95,7 @@ def call_in_fork(functions: Functions, request: Mapping[str, Any], parent: Conne
 
 
 def serve_calls(pipe: Connection) -> None:
-    """Import the tools, and answer calls until the pipe closes. Prints go nowhere."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (1, 2):
-        os.dup2(null, descriptor)
+    """Import the tools, and answer calls until the pipe closes."""
     with suppress(EOFError):
         try:
             functions, answer = import_functions(json.loads(pipe.recv_bytes())), {}

@@ -40,6 +40,16 @@ class ToolResult:
     fault: str | None = None
 
 
+def read_tags(text: str) -> Iterator[ToolCall]:
+    """Yield the calls between tags in a text."""
+    for match in TAGS.finditer(text):
+        try:
+            call = json.loads(match[1])
+            yield ToolCall(call["name"], call.get("arguments", {}))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            yield ToolCall(None, None)
+
+
 @component
 class ToolEnvironment:
     """
@@ -103,13 +113,8 @@ class ToolEnvironment:
             for match in BRACKETS.finditer(text):
                 parameters = [*signature(self._functions[match[1]]).parameters] if match[1] in self._functions else []
                 yield ToolCall(match[1], dict.fromkeys(parameters[:1], match[2]))
-            return
-        for match in TAGS.finditer(text):
-            try:
-                call = json.loads(match[1])
-                yield ToolCall(call["name"], call.get("arguments", {}))
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                yield ToolCall(None, None)
+        else:
+            yield from read_tags(text)
 
     def _run_call(self, call: ToolCall) -> ToolResult:
         """Return a call's result, or a message with its fault."""

@@ -3,7 +3,7 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 692_270,
+    "tokens of the source": 693_856,
     "files that name float8 outside its folder": 8,
     "code lines imported by check": 13_150,
     "code lines imported by run": 19_620,

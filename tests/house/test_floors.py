@@ -117,6 +117,8 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"components.model", "kernels.host_copies", "kernels.weight_formats"},
         {"attrs", "torch"},
     ),
+    # An extra, imported by a process of its own.
+    "components.environments": (BELOW, {"attrs", "verifiers"}),
     # An extra, imported when a reward for JSON opens.
     "components.rewards": (BELOW, {"attrs", "jsonschema", "torch"}),
     # Adapters take the place of layers.

@@ -28,6 +28,7 @@ from support.faulty_tools import echo, fail
 from support.losses import sample
 from support.observers_of_runs import TINY
 from support.qwen3 import dense
+from support.verifiers_package import importable
 
 Values = dict[str, Any]
 
@@ -278,6 +279,19 @@ def replies_of(use: str, values: Values, _place: Path) -> Any:
     slow = '<tool_call>{"name": "fail", "arguments": {"text": "slow"}}</tool_call>'
     with closing(environment):
         return [(reply.message[:50], [*reply.faults]) for reply in map(environment.step, [*texts, slow, "[echo b]"])]
+
+
+def verifiers_replies_of(use: str, values: Values, _place: Path) -> Any:
+    """Return the names of an environment's tools and its replies to an answer and a slow call; None if it has ended."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    example = {"prompt": "1+2=", "answer": "3", "info": {"fault": "slow"}}
+    with importable("stand-in"), closing(build(use, **values)) as environment:
+        replies: list[Any] = [environment.reset(example).step("3")]
+        try:
+            replies.append(environment.reset(example).step(call))
+        except RuntimeError:
+            replies.append(None)
+        return [schema["function"]["name"] for schema in environment.tool_schemas], replies
 
 
 class Endless:

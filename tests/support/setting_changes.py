@@ -927,6 +927,11 @@ ROWS: dict[str, Row] = {
             "processes": Change(0, refused=True),
         },
     ),
+    "environments.verifiers": Row(
+        policy.verifiers_replies_of,
+        {"environment": "adder"},
+        {"environment": "talk", "arguments": {"weight": 4.0}, "seconds": 1},
+    ),
     "rewards.exact_match": Row(policy.scores_of, {}, {"weight": 2.0, "key": "other"}),
     "rewards.json_schema": Row(
         policy.scores_of, {"json_schema": {"type": "array"}}, {"weight": 2.0, "json_schema": {"type": "number"}}
