@@ -1,9 +1,9 @@
 """
 FSDP shards copied from other GPUs' memory, instead of gathered by collectives.
 
-Ranks keep their slices in memory that the host's other ranks can read; slices in another dtype than the layers' are
-cast and published there before a step's passes. A rank copies slices when it needs them, and no other rank takes part:
-a GPU's copy engines do this without its multiprocessors, which a collective would share with products.
+Before a step's passes, ranks publish their slices in memory that the host's other ranks can read. A rank then copies
+slices when it needs them, and no other rank takes part: a GPU's copy engines do this without its multiprocessors, which
+a collective would share with products.
 """
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
@@ -19,7 +19,6 @@ from drawloom.components.parallel.fsdp import count_largest_unit
 from drawloom.components.parallel.shard_unit import ShardUnit, StartedGather, choose_gradient_message_dtype
 from drawloom.ports import (
     Group,
-    LinearLayer,
     MemoryKind,
     Mesh,
     Precision,
@@ -34,8 +33,7 @@ class CopiedShards(StageFeature):
     """
     FSDP shards that ranks copy from other GPUs' memory on one host.
 
-    Copies do not slow products down as much as collectives do. If parameters have another dtype than layers, a copy of
-    every rank's slices takes memory.
+    Copies do not slow products down as much as collectives do. Another copy of every rank's slices takes memory.
     """
 
     order: ClassVar[WrappingOrder] = WrappingOrder.PLACEMENT
@@ -70,7 +68,7 @@ class CopiedShards(StageFeature):
             if not (units := [unit for unit in all_units if unit.groups.shards == group.handle]):
                 continue
             self.published.append(slices := PublishedSlices(group, units))
-            self._bytes += slices.copied_bytes
+            self._bytes += slices.memory.parts[0].nbytes
             if trained := [unit for unit in units if unit.trained and unit.dtypes.message.itemsize == 2]:
                 self._bytes += SharedParts(group, trained).memory.parts[0].nbytes
 
@@ -80,10 +78,7 @@ class CopiedShards(StageFeature):
         message = choose_gradient_message_dtype(self.precision, replicas=self.mesh.sizes.data_replicate > 1)
         for module in modules:
             inside = set(module.modules())
-            changes = self.precision.parameter != self.precision.compute or any(
-                layer.gather_encodings for layer in module.modules() if isinstance(layer, LinearLayer)
-            )
-            published = sum(parameter.numel() for parameter in module.parameters()) // ranks if changes else 0
+            published = sum(parameter.numel() for parameter in module.parameters()) // ranks
             unit = count_largest_unit(module, [block for block in blocks if block in inside])
             sent = unit * (ranks - 1) // ranks * message.itemsize if message.itemsize == 2 else 0
             self._bytes += published * self.precision.compute.itemsize + sent
@@ -99,16 +94,11 @@ class CopiedShards(StageFeature):
     def after_backward(self) -> None:
         """Expect trained slices to change, for which a fused optimizer sets no version numbers."""
         for slices in self.published:
-            slices.memory.barrier()  # no rank reads slices any more: the optimizer may change them
             slices.forget_trained()
 
 
 class PublishedSlices:
-    """
-    Slices of some units in memory shared by a group's ranks.
-
-    A slice that is sent as it is has its only memory there; others are copied, frozen ones only after a change.
-    """
+    """Slices of some units in memory shared by a group's ranks; frozen ones are published again only after a change."""
 
     def __init__(self, group: Group, units: Sequence[ShardUnit]) -> None:
         self.group, self.units = group, units
@@ -116,26 +106,20 @@ class PublishedSlices:
         self.memory = group.allocate_symmetric_memory(_count_bytes(chain.from_iterable(packed.values())))
         by_rank = [_view_slots(part, chain.from_iterable(packed.values())) for part in self.memory.parts]
         self._slots = {unit: [list(islice(slots, len(packed[unit]))) for slots in by_rank] for unit in units}
-        self._copied = [unit for unit in units if not unit.sends_slices_unchanged]
-        self.copied_bytes = _count_bytes(chain.from_iterable(packed[unit] for unit in self._copied))
         self._versions: dict[ShardUnit, list[int]] = {}
         self._stream = CopyStream(group.device)
         for unit in units:
             unit.gather_slices = self.start_copies
-            if unit.sends_slices_unchanged:
-                for parameter, slot in zip(unit.parameters, self._slots[unit][group.rank], strict=True):
-                    parameter.move_slice(slot)
 
     def publish(self, only_if_changed: bool) -> None:
-        """Let other ranks read the slices; with `only_if_changed`, only if one may have changed."""
+        """Copy slices to the shared memory; with `only_if_changed`, only those that may have changed."""
         if not only_if_changed:
             self.forget_trained()
         stale = [unit for unit in self.units if self._versions.get(unit) != _list_versions(unit)]
         if stale:
             self.memory.barrier()  # no rank reads old slices any more
             for unit in stale:
-                if unit in self._copied:
-                    torch._foreach_copy_(self._slots[unit][self.group.rank], [*unit.pack_slices()])
+                torch._foreach_copy_(self._slots[unit][self.group.rank], [*unit.pack_slices()])
                 self._versions[unit] = _list_versions(unit)
             self.memory.barrier()
 

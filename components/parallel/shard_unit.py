@@ -268,12 +268,22 @@ class ShardedParameter:
     @classmethod
     def shard(cls, parameter: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: Any) -> "ShardedParameter":
         """Replace a module's parameter by this rank's slice, on the same device."""
+        # Imported here, because the import takes a second, which runs without shards need not spend.
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
         last = mesh.ndim - 1
         tensor_slice = slice_rows(tuple(parameter.shape), mesh.size(last), mesh.get_local_rank(last))
-        sharded = _create_dtensor(parameter.detach()[tensor_slice.index()].clone(), parameter, mesh)
+        sharded = DTensor.from_local(
+            parameter.detach()[tensor_slice.index()].clone(),
+            mesh,
+            (*[Replicate()] * last, Shard(0)),
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
         module, name = owners[0]
         encoding = module.gather_encodings.get(name) if isinstance(module, LinearLayer) else None
-        result = cls(owners, sharded, tensor_slice, encoding)
+        result = cls(owners, nn.Parameter(sharded, parameter.requires_grad), tensor_slice, encoding)
         result.set_in_modules(result.sharded)
         return result
 
@@ -286,13 +296,6 @@ class ShardedParameter:
         if trained:
             self.unsharded.grad_dtype = gradient_dtype
         self.message = memory.data
-
-    def move_slice(self, memory: Tensor) -> None:
-        """Move this rank's slice to the beginning of other memory, (n,); while it is not gathered."""
-        moved = memory[: self.master.numel()].view(self.master.shape)
-        self.master.data = moved.copy_(self.master.detach())
-        self.sharded = _create_dtensor(moved, self.sharded, self.sharded.device_mesh)  # type: ignore[attr-defined]
-        self.set_in_modules(self.sharded)
 
     @property
     def encoded_width(self) -> int:
@@ -308,16 +311,6 @@ class ShardedParameter:
         """Return the gathered parameter's gradient, and remove it."""
         gradient, self.unsharded.grad = self.unsharded.grad, None
         return gradient
-
-
-def _create_dtensor(part: Tensor, whole: Tensor, mesh: Any) -> nn.Parameter:
-    """Return a parameter of which this rank has a part along the first dimension, with the shape of `whole`."""
-    # Imported here, because the import takes a second, which runs without shards need not spend.
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-    dtensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-    return nn.Parameter(dtensor, whole.requires_grad)
 
 
 def gather_by_collective(unit: "ShardUnit") -> StartedGather:
@@ -377,11 +370,6 @@ class ShardUnit:
         sizes = [parameter.message.numel() // self.groups.shards.size() for parameter in self.parameters]
         flat = cast_and_pad(slices, sizes, self.dtypes.gathered)
         return flat if self._encoding is None else [self._encoding.pack_weights(flat, self._encoded_widths)]
-
-    @property
-    def sends_slices_unchanged(self) -> bool:
-        """Whether messages are the slices, neither cast nor encoded, but perhaps padded."""
-        return self._encoding is None and {param.master.dtype for param in self.parameters} == {self.dtypes.gathered}
 
     def open_messages(self, packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Callable[[], None] | None]:
         """Return memory for all ranks' messages like `packed`, (ranks, n) each, and how to unpack them, if needed."""
