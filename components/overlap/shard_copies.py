@@ -1,9 +1,9 @@
 """
 FSDP shards copied from other GPUs' memory, instead of gathered by collectives.
 
-Before a step's passes, ranks publish their slices in memory that the host's other ranks can read. A rank then copies
-slices when it needs them, and no other rank takes part: a GPU's copy engines do this without its multiprocessors, which
-a collective would share with products.
+Before a step's passes, ranks publish their slices in memory that the host's other ranks can read; their own memory may
+change while slower ranks still read. A rank copies slices when it needs them, and no other rank takes part: a GPU's
+copy engines do this without its multiprocessors, which a collective would share with products.
 """
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence

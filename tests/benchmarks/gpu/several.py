@@ -12,8 +12,8 @@ On a machine with more GPUs than ranks, runs take their GPUs in turn and run sid
 With fewer GPUs than ranks, the ranks share them (`device.share`): then rates mean nothing, but losses, launches and the
 host's time do. `ONLY="0.6B !reshard"` selects rows by words in their names, and none with the word behind `!`;
 `ONLY=a|b` selects rows by either word. `ONLY=--links` prints the bandwidths alone, `--trace` also the GPU's time by
-kind and the longest operations of both programs in three steps, `--ours` leaves torchtitan out, and `--tiny` tries
-everything with small models on a CPU. `RANKS=2,4` prints the rows of both.
+kind and the longest operations of both programs and of one GPU in three steps, `--ours` leaves torchtitan out, and
+`--tiny` tries everything with small models on a CPU. `RANKS=2,4` prints the rows of both.
 """
 
 import json
@@ -328,7 +328,7 @@ class Table:
         one = attrs.evolve(row, mesh={}, microbatches=row.global_rows // row.rows, edits=_edits_on_one_gpu(row))
         tokens = row.global_rows * row.tokens_per_row
         if one not in self.alone and not is_long:
-            self.alone[one] = self.runs.submit(self.run_ours, one, COMPARED)
+            self.alone[one] = self.runs.submit(self.run_ours, one, STEPS if TRACE else COMPARED)
         ours = self.runs.submit(self.run_ours, row, 2 if is_long else STEPS)
         titan = self.runs.submit(self.run_titan, row, tokens)
         planned = self.runs.submit(plan, row, self.new_folder(), tokens)

@@ -254,6 +254,30 @@ def test_unused_gathered_weights_are_dropped(reshard: bool, copied: bool) -> Non
         assert without.equal(with_one)
 
 
+def _logits_beside_a_change() -> torch.Tensor:
+    """Return logits of a pass that rank 1 begins when rank 0 has changed its weights."""
+    with mesh_along("data_shard") as (mesh, device):
+        features = [CopiedShards(mesh=mesh, precision=DtypePolicy())]
+        [stage] = (stages := _stages(mesh, device, True, features=features)).local
+        tokens = torch.arange(6).view(1, 6)
+        context = TokenContext(tokens, torch.zeros_like(tokens))
+        stages.cast_weights(only_if_changed=True)
+        with torch.no_grad():
+            for rank in range(2):
+                if mesh.shard_group.rank == rank:
+                    logits = stage.module(tokens, context, lambda hidden, head: head.logits(hidden))
+                    for _, parameter in stages.named_parameters():
+                        parameter.mul_(2)
+                mesh.shard_group.gather_json(None)
+        return logits
+
+
+def test_a_rank_may_change_its_weights_after_its_own_pass() -> None:
+    """Other ranks, which are slower, still copy the weights from before, as when averages are in use for a while."""
+    first, second = run_ranks(_logits_beside_a_change, 2)
+    assert first.equal(second)
+
+
 def _logits_after_an_update(copied: bool) -> list[torch.Tensor]:
     """Return the logits of an evaluation before and after an update that leaves version numbers."""
     with mesh_along("data_shard") as (mesh, device):
