@@ -29,7 +29,7 @@ class Reached:
     document of 4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench NAME=breakdown`), whose plans
     are 0.1 to 4.9 % off; `host` is fitted to Qwen3-0.6B in microbatches of one row, whose plan is 3.5 % off, and
     `packed` to kernels alone (`make bench NAME=kernels ONLY=attention`). All-gathers of 256 MB to 1 GB between two H200
-    reach `messages` (`make bench NAME=several RANKS=2 ONLY=--links`). `drawloom plan --calibrate` measures these numbers
+    reach `messages` (`make bench NAME=several RANKS=2 ONLY=--links`). `drawloom plan --calibrate` measures all of them
     on a machine.
     """
 
