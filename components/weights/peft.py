@@ -178,7 +178,7 @@ class PeftFormat:
     def mapper(self) -> Mapper:
         """The mapper from the parameters in adapters and in fully tuned modules to PEFT's tensors."""
         joined = (layer.peft_mapper_joining_parts for layer in self._joined_layers)
-        alone = (self._map_layer(*layer) for layer in self._other_layers)
+        alone = (self._map_layer(name, module, layer) for name, module, layer in self._other_layers)
         return parallel(*joined, *alone, self._tuned_tensor_mapper)
 
     @property
@@ -259,8 +259,10 @@ class PeftFormat:
     @property
     def _other_layers(self) -> Iterator[tuple[str, str, AdaptedLayer]]:
         """Our name, transformers' and the layer for all other adapted layers: embeddings, experts and tied heads."""
-        groups = self.module_mapper.groups
-        names = {group.inputs[0].rpartition(".")[0]: group.outputs[0].rpartition(".")[0] for group in groups}
+        names = {
+            group.inputs[0].rpartition(".")[0]: group.outputs[0].rpartition(".")[0]
+            for group in self.module_mapper.groups
+        }
         for name, layer in find_adapted_layers(self.whole):
             if not isinstance(layer, LinearLayer):
                 yield name, names.get(name, name), layer

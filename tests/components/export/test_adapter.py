@@ -120,7 +120,7 @@ def gpt_oss() -> Any:
 
 
 def gemma4() -> Any:
-    """A model with experts beside the feed-forward network, in a module that transformers does not have."""
+    """A model with experts beside the feed-forward network, in a module missing in transformers."""
     types = ["sliding_attention", "full_attention"]
     return small(Gemma4, **SPARSE_KEYS, layer_types=types, sliding_window=4, global_head_dim=8)
 

@@ -14,7 +14,7 @@ from support.family_words import FAMILY_SIZES, FAMILY_WORDS
 
 @pytest.mark.parametrize("family", FAMILY_WORDS)
 def test_parameters_map_to_all_modules_of_transformers(family: str, tmp_path: Path) -> None:
-    """The tensors have the names and shapes of those in the modules that transformers builds for our config."""
+    """Names and shapes equal transformers' for our config."""
     run = {"run": {"name": "base", "folder": str(tmp_path / "run")}}
     with Recipe.load("first_run", *FAMILY_SIZES, *FAMILY_WORDS[family]).with_values(run).open(only="model") as objects:
         model = objects["model"]
