@@ -14,6 +14,7 @@ from drawloom.components.model.declarations import (
     LinearLayersConfig,
     PartSpec,
     config_class,
+    join_convolutions,
     sequential,
     size_setting,
     unsqueeze,
@@ -49,6 +50,10 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
         r"\.self_attn\.norm\.": ".self_attn.o_norm.",
         r"\.self_attn\.out_proj\.": ".self_attn.o_proj.",
         **MIXTRAL_EXPERTS,
+    }
+    renamed_modules = {
+        r"\.block_sparse_moe\.": ".mlp.",
+        r"\.self_attn\.(A_log|dt_bias|f_[ab]_proj)": r".self_attn.forget_gate.\1",
     }
 
     linear_num_heads: int = size_setting("num_attention_heads", "number of heads in linear layers", default=32)
@@ -96,6 +101,10 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
         """Yield the mapper from decay rates (heads,) to (1, 1, heads, 1)."""
         if name.endswith(".A_log"):
             yield sequential(unsqueeze(name, 1), unsqueeze(name, 0), unsqueeze(name, 0))
+
+    def join_modules(self, name: str) -> Iterator[Mapper]:
+        yield from super().join_modules(name)
+        yield from join_convolutions(name)
 
 
 @component(impact="incompatible")

@@ -40,7 +40,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
     in units of `unit` channels; a `whole` layer is not split, and every rank applies it to its own tokens. Parts may
     differ in size if `uneven`. A split rowwise layer outputs partial sums; the first rank adds the bias. A residual
     layer's outputs are added to the residual stream. If files rename this layer or join it with others,
-    `joined_name` is its name in files.
+    `joined_name` is its name in transformers.
     """
 
     joined_name: str | None = None

@@ -20,6 +20,7 @@ class MiniMaxM2Config(ExpertsConfig):
     qk_norm = "projection"
     renamed = {"num_experts": "num_local_experts"}
     renamed_tensors = {**MIXTRAL_EXPERTS, r"\.gate\.e_score_correction_bias$": ".e_score_correction_bias"}
+    renamed_modules = {r"\.block_sparse_moe\.": ".mlp."}
 
     rope_theta: float = 5e6
     partial_rotary_factor: float = rotary_factor_setting(0.5)

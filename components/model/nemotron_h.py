@@ -48,6 +48,7 @@ class NemotronHConfig(SigmoidExpertsConfig):
         r"^model\.norm\.": "backbone.norm_f.",
         r"^model\.layers\.": "backbone.layers.",
     }
+    renamed_modules = {r"^backbone\.": "model."}
 
     layer_types: list[Literal["linear_attention", "full_attention", "moe", "mlp"]] = training_setting(
         "linear_attention (Mamba-2), full_attention, moe or mlp for every layer; default: linear_attention, moe, "

@@ -1,5 +1,7 @@
 """The component `model.olmo_hybrid`: OLMo Hybrid (OLMo team 2026)."""
 
+from collections.abc import Iterator
+
 import attrs
 
 from drawloom import component
@@ -12,10 +14,11 @@ from drawloom.components.model.declarations import (
     Family,
     Norms,
     config_class,
+    join_convolutions,
     training_setting,
 )
 from drawloom.components.model.olmo2 import POST_NORMS
-from drawloom.ports import ConfigJson
+from drawloom.ports import ConfigJson, Mapper
 
 WITHOUT_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
 """Rotary positions of published models; with null or nothing transformers rotates."""
@@ -34,6 +37,10 @@ class OlmoHybridConfig(DeltaConfig):
         r"\.linear_attn\.norm\.": ".linear_attn.o_norm.",
         r"\.linear_attn\.out_proj\.": ".linear_attn.o_proj.",
     }
+    renamed_modules = {
+        r"\.attention_layer_norm\.": ".input_layernorm.",
+        r"\.feedforward_layer_norm\.": ".post_attention_layernorm.",
+    }
 
     max_position_embeddings: int = 65_536
     linear_allow_neg_eigval: bool = training_setting("write values with strengths up to 2 instead of 1", default=True)
@@ -48,6 +55,9 @@ class OlmoHybridConfig(DeltaConfig):
             return POST_NORMS
         # Files have these names, unlike the modules of transformers.
         return ("attention_layer_norm", None), ("feedforward_layer_norm", None)
+
+    def join_modules(self, name: str) -> Iterator[Mapper]:
+        yield from join_convolutions(name, self.delta.channels)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from drawloom.components.model.fallback.module import (
     mask_layer_number,
 )
 from drawloom.components.weights.load import open_and_check_folder, persistent_tensors
+from drawloom.components.weights.mapper import identity
 from drawloom.ports import (
     ConfigJson,
     ForwardFlops,
@@ -208,6 +210,9 @@ class Transformers(FolderModel):
             return create_conversion_mapper(self._meta_model, names)
         except SelfCheckError as error:
             raise self._create_check_error(error.check, error.reason) from error
+
+    def transformers_mapper(self, folder: Path | None) -> Mapper:
+        return identity(*persistent_tensors(self._build_on_meta()))
 
     def _build_on_meta(self, span: LayerRange | None = None) -> nn.Module:
         """Build drawloom's module for a span, or for the whole model, on the meta device."""

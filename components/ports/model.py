@@ -459,6 +459,18 @@ class LanguageModel(Model, Protocol):
 
 
 @runtime_checkable
+class HasTransformersModules(Protocol):
+    """A language model with other names or forms in transformers' modules than in files."""
+
+    def transformers_mapper(self, folder: Path | None) -> Mapper:
+        """
+        Return the mapper from the whole model's parameters to the parameters of transformers' modules.
+
+        It maps to modules for a folder's `config.json`, perhaps of a multimodal model; None: for the model's own.
+        """
+
+
+@runtime_checkable
 class LimitedPositions(Protocol):
     """A language model whose positions may be limited."""
 
@@ -487,13 +499,6 @@ class KeepsConfig(Protocol):
 
         It is unchanged if both models are equal. With `text_only` it leaves out the other parts of a larger model.
         Raises UserError if it is not a config of the model's family.
-        """
-
-    def find_decoder_prefix(self, path: Path) -> str:
-        """
-        Return the prefix of the decoder's modules in the model that transformers builds for a folder's `config.json`.
-
-        It is "model.", as in this model, or another one in a multimodal model.
         """
 
 

@@ -1,9 +1,8 @@
 """PEFT's format for adapters: its tensors, by a mapper with an inverse, and its `adapter_config.json`."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,15 @@ from torch import Tensor, nn
 from drawloom import UserError
 from drawloom.components.weights.adapted import EMBEDDING, HEAD
 from drawloom.components.weights.load import persistent_tensors
-from drawloom.components.weights.mapper import parallel, rename, return_unchanged, sequential
+from drawloom.components.weights.mapper import parallel, rename, sequential, transpose
 from drawloom.ports import (
     AdaptedLayer,
-    Convert,
-    KeepsConfig,
+    HasTransformersModules,
     LanguageModel,
+    LinearLayer,
     LowRank,
     Mapper,
+    Settings,
     TensorGroup,
     find_adapted_layers,
 )
@@ -35,14 +35,11 @@ BASE_KEY = "base_fingerprint"
 PREFIX = "base_model.model."
 """Prefix that PEFT adds to the tensor names of transformers."""
 
-A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-"""PEFT's names of a linear layer's factors, and of DoRA's magnitudes."""
-
 
 @attrs.frozen(eq=False)
 class JoinedLayer:
     """
-    Linear layer `name` in a family's files; `group` makes its weight from several layers' weights.
+    Linear layer `name` in transformers; `group` makes its weight from several layers' weights.
 
     `parts` are the adapted ones among these layers. Their factors become one pair: in W + scale * B A, A has all parts'
     rows, and B has a part's columns in the part's rows, and zeros elsewhere. `rows` are the row counts of the layers'
@@ -68,17 +65,17 @@ class JoinedLayer:
     @property
     def peft_mapper_joining_parts(self) -> Mapper:
         """Mapper for joining the parts' factors to one pair, with PEFT's tensor names."""
-        conversions = {
-            A: (_join_input_factors, self._split_input_factor),
-            B: (self._join_output_factors, self._split_output_factor),
-        } | ({MAGNITUDE: (self._join_magnitudes, self._split_magnitude)} if self.peft_pair.dora else {})
-        groups = []
-        for leaf, (join, split) in conversions.items():
-            inputs = tuple(f"{PREFIX}{part}.{leaf}" for part in self.parts)
-            groups.append(TensorGroup(inputs, (f"{PREFIX}{self.name}.{leaf}",), join, split))
-        return sequential(
-            parallel(*(layer.make_mapper_to_peft(name) for name, layer in self.parts.items())), Mapper(tuple(groups))
+        joins = (
+            (lambda factors: [torch.cat([*factors])], self._split_input_factor),
+            (self._join_output_factors, self._split_output_factor),
+            (self._join_magnitudes, self._split_magnitude),
         )
+        groups, [first, *_] = [], self.parts.values()
+        # Without DoRA there are no magnitudes.
+        for group, (join, split) in zip(first.make_mapper_to_peft(self.name).groups, joins, strict=False):
+            inputs = tuple(group.inputs[0].replace(self.name, part, 1) for part in self.parts)
+            groups.append(TensorGroup(inputs, group.outputs, join, split))
+        return Mapper(tuple(groups))
 
     @property
     def _layer_names(self) -> list[str]:
@@ -104,14 +101,14 @@ class JoinedLayer:
         return self.group.convert(blocks)
 
     def _split_input_factor(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the parts' A: their rows of a joined factor, or one factor of PEFT for all parts."""
+        """Return the parts' A, (rank, inputs): their rows of a joined factor, or one factor of PEFT for all parts."""
         [factor] = tensors
         return [factor[columns] for columns in self._list_factor_columns(len(factor))]
 
     def _split_output_factor(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the parts' B. Raises UserError for a change in other outputs, or with another rank."""
         [factor] = tensors
-        by_name = dict(zip(self._layer_names, self._revert(factor), strict=True))
+        by_name = dict(zip(self._layer_names, self.group.inverse().convert([factor]), strict=True))
         columns = dict(zip(self.parts, self._list_factor_columns(factor.shape[1]), strict=True))
         pairs, parts, rests = self._pairs_by_layer_name, [], []
         for name, block in by_name.items():
@@ -139,13 +136,7 @@ class JoinedLayer:
 
     def _split_magnitude(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the parts' magnitudes; with DoRA all layers are parts."""
-        return [part.squeeze(1) for part in self._revert(tensors[0].unsqueeze(1))]
-
-    def _revert(self, joined: Tensor) -> Sequence[Tensor]:
-        """Split a joined tensor (all outputs, width) by layer, (outputs, width) each."""
-        if self.group.revert is None:
-            raise UserError(f"factors of {self.name} can't be split; the family's mapping has no inverse")
-        return self.group.revert([joined])
+        return [part.squeeze(1) for part in self.group.inverse().convert([tensors[0].unsqueeze(1)])]
 
     def _join_magnitudes(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Join the parts' magnitudes, (outputs,) per part, to (all outputs,)."""
@@ -154,31 +145,11 @@ class JoinedLayer:
         return [joined.squeeze(1)]
 
 
-def _join_input_factors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Join the parts' A, (rank, inputs) per part, to (all ranks, inputs)."""
-    return [torch.cat([*tensors])]
+MULTIMODAL = "model.language_model."
+"""Prefix of the decoder's modules in a multimodal model."""
 
-
-def find_layers_joined_in_files(whole: nn.Module, file_mapper: Mapper) -> Iterator[JoinedLayer]:
-    """Yield a whole model's adapted linear layers with another form or name in files; `file_mapper` maps to these."""
-    adapted = {
-        name: layer
-        for name, layer in find_adapted_layers(whole)
-        if f"{PREFIX}{name}.{A}" in layer.make_mapper_to_peft(name).outputs
-    }
-    for group in file_mapper.groups:
-        layers = [name.removesuffix(".weight") for name in group.inputs]
-        parts = {name: adapted[name] for name in layers if name in adapted}
-        if parts and (group.outputs != group.inputs or group.convert is not return_unchanged):
-            rows = [len(whole.get_parameter(name)) for name in group.inputs]
-            yield JoinedLayer(group.outputs[0].removesuffix(".weight"), group, parts, rows)
-
-
-DECODER = "model."
-"""Prefix of the decoder's modules in a text model."""
-
-FILE_PREFIXES = (DECODER, "backbone.")
-"""Prefixes of the decoder's tensors in files of text models."""
+MAMBA_TYPES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Types of models without LoRA on `out_proj` in PEFT 0.21, because Mamba's kernels read its weight themselves."""
 
 
 @attrs.frozen(eq=False)
@@ -186,35 +157,37 @@ class PeftFormat:
     """
     PEFT's names and forms for a model's adapters and fully tuned modules.
 
-    `whole` is the model on the meta device, `file_mapper` maps it to files, and `prefix` is the prefix of the decoder's
-    modules in the base model as transformers builds it.
+    `whole` is the model on the meta device, `module_mapper` maps it to the base model as transformers builds it, and
+    `config` is its `config.json`.
     """
 
     whole: nn.Module
-    file_mapper: Mapper
-    is_tied: bool
-    prefix: str
+    module_mapper: Mapper
+    config: Settings
 
     @classmethod
     def create(cls, model: LanguageModel, whole: nn.Module, base: Path | None) -> "PeftFormat":
         """Return the format for a model over the base model in a folder."""
-        is_tied, prefix = bool(model.hugging_face_config().get("tie_word_embeddings")), DECODER
-        if base is not None and isinstance(model, KeepsConfig) and (base / "config.json").is_file():
-            prefix = model.find_decoder_prefix(base / "config.json")
-        return cls(whole, model.hugging_face_mapper(), is_tied, prefix)
+        if isinstance(model, HasTransformersModules):
+            mapper = model.transformers_mapper(base)
+        else:
+            mapper = model.hugging_face_mapper()
+        return cls(whole, mapper, model.hugging_face_config())
 
     @property
     def mapper(self) -> Mapper:
-        """The mapper from the parameters to PEFT's tensors."""
-        mapper = make_mapper_to_peft(self.whole, self.file_mapper, self.is_tied)
-        names = {name: PREFIX + self._replace_decoder_prefix(name.removeprefix(PREFIX)) for name in mapper.outputs}
-        return mapper if all(name == new for name, new in names.items()) else sequential(mapper, rename(names))
+        """The mapper from the parameters in adapters and in fully tuned modules to PEFT's tensors."""
+        joined = (layer.peft_mapper_joining_parts for layer in self._joined_layers)
+        alone = (self._map_layer(name, module, layer) for name, module, layer in self._other_layers)
+        return parallel(*joined, *alone, self._tuned_tensor_mapper)
 
     @property
     def pairs(self) -> list[LowRank]:
         """PEFT's descriptions of all low-rank pairs; joined layers have one pair."""
-        pairs = _describe_low_rank_pairs(self.whole, self.file_mapper)
-        return [attrs.evolve(pair, target=self._replace_decoder_prefix(pair.target)) for pair in pairs]
+        has_experts = any(name.endswith(".experts") for name, _ in self.whole.named_modules())
+        joined = (layer.peft_pair for layer in self._joined_layers)
+        alone = (layer.list_low_rank_pairs(module) for _, module, layer in self._other_layers)
+        return [_name_non_expert_pair_by_weight(has_experts, pair) for pair in (*joined, *chain(*alone))]
 
     def make_config(self, base_model: str | None) -> dict[str, Any]:
         """Return the `adapter_config.json`. Raises UserError if PEFT does not support the adapters."""
@@ -232,17 +205,24 @@ class PeftFormat:
                 f"PEFT has no DoRA for {fused[0].target} in a model with experts; write export.hugging_face in place "
                 "of export.adapter"
             )
+        if self.config.get("model_type") in MAMBA_TYPES and any(pair.target.endswith(".out_proj") for pair in pairs):
+            endings = {pair.target.removesuffix(".weight").rpartition(".")[2] for pair in pairs} - {"out_proj"}
+            raise UserError(
+                "PEFT has no LoRA for out_proj in models with Mamba, whose kernels read its weight themselves; name "
+                f"other layers in the adapters' targets, such as {sorted(endings)}, or write export.hugging_face in "
+                "place of export.adapter"
+            )
         # PEFT warns of patterns for fused parameters, though it uses them, so fused parameters get the defaults.
         (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
         others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
         dropouts = {pair.dropout for pair in pairs}
-        _check_no_joined_tensors(self.whole, self.file_mapper)
-        saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _list_tensors_of_tuned_modules(self.whole)))
-        if self.is_tied and EMBEDDING in saved:
-            saved.append(HEAD.removesuffix(".weight"))  # PEFT copies modules, which unties them
+        tuned = {name.removeprefix(PREFIX).rpartition(".")[0]: None for name in self._tuned_tensor_mapper.outputs}
+        # PEFT copies modules with those inside.
+        saved = [name for name in tuned if not name.startswith(tuple(f"{outer}." for outer in tuned))]
         modules = [pair.target for pair in pairs if not pair.fused]
-        if self.prefix == DECODER:  # otherwise ends of names would match modules of other parts, such as a vision tower
-            modules = _shorten_module_names(self.whole, modules)
+        # In a multimodal model ends of names would match modules of other parts, such as a vision tower.
+        if not any(name.startswith(MULTIMODAL) for name in modules):
+            modules = _shorten_module_names(self.module_mapper.outputs, modules)
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -258,80 +238,74 @@ class PeftFormat:
             "target_parameters": [pair.target for pair in fused] or None,
             "rank_pattern": {pair.target: pair.rank for pair in others},
             "alpha_pattern": {pair.target: pair.scale * pair.rank for pair in others},
-            "modules_to_save": [*map(self._replace_decoder_prefix, saved)] or None,
+            "modules_to_save": saved or None,
             "bias": "none",
             "fan_in_fan_out": False,
             "init_lora_weights": True,
             "inference_mode": True,
         }
 
-    def _replace_decoder_prefix(self, name: str) -> str:
-        used = next(filter(name.startswith, FILE_PREFIXES), None)
-        return name if used is None else self.prefix + name.removeprefix(used)
+    @property
+    def _joined_layers(self) -> list[JoinedLayer]:
+        """The adapted linear layers, joined as in transformers or single."""
+        joined, adapted = [], dict(find_adapted_layers(self.whole))
+        for group in self.module_mapper.groups:
+            names = [name.removesuffix(".weight") for name in group.inputs]
+            if parts := {name: adapted[name] for name in names if isinstance(adapted.get(name), LinearLayer)}:
+                rows = [len(self.whole.get_parameter(name)) for name in group.inputs]
+                joined.append(JoinedLayer(group.outputs[0].removesuffix(".weight"), group, parts, rows))
+        return joined
 
+    @property
+    def _other_layers(self) -> Iterator[tuple[str, str, AdaptedLayer]]:
+        """Our name, transformers' and the layer for all other adapted layers: embeddings, experts and tied heads."""
+        names = {
+            group.inputs[0].rpartition(".")[0]: group.outputs[0].rpartition(".")[0]
+            for group in self.module_mapper.groups
+        }
+        for name, layer in find_adapted_layers(self.whole):
+            if not isinstance(layer, LinearLayer):
+                yield name, names.get(name, name), layer
 
-def _make_expert_output_reordering_mapper(factors: Sequence[str], own: Mapping[str, TensorGroup]) -> Mapper:
-    """Give the experts' second factors, (experts, outputs, rank), the order of the weights' outputs in files."""
-    groups = []
-    for name in factors:
-        weight, _, ending = name.rpartition("_lora_")
-        if ending == "B" and weight in own:
-            to_file, revert = own[weight].convert, own[weight].revert
-            back = None if revert is None else partial(_convert_factor_outputs, to_file, revert)
-            groups.append(TensorGroup((name,), (name,), partial(_convert_factor_outputs, to_file, to_file), back))
-    return Mapper(tuple(groups))
+    @property
+    def _tuned_tensor_mapper(self) -> Mapper:
+        """The mapper from fully tuned modules' tensors to PEFT's. Raises UserError if PEFT would tune more."""
+        tuned, groups = _list_tensors_of_tuned_modules(self.whole), self.module_mapper.groups
+        tuned_groups = [group for group in groups if not tuned.isdisjoint(group.inputs)]
+        modules = tuple(f"{group.outputs[0].rpartition('.')[0]}." for group in tuned_groups)
+        for group in groups:
+            if group.outputs[0].startswith(modules) and not tuned.issuperset(group.inputs):
+                raise UserError(
+                    f"PEFT tunes whole modules of transformers, and {group.outputs[0]} is not tuned as a whole; change "
+                    "the targets of adapters.full_tuning, or write export.hugging_face in place of export.adapter"
+                )
+        return Mapper(tuple(map(self._name_tuned_tensor, tuned_groups)))
 
+    def _map_layer(self, name: str, module: str, layer: AdaptedLayer) -> Mapper:
+        """Map an adapter's parameters to PEFT's tensors for transformers' module."""
+        mapper = layer.make_mapper_to_peft(name)
+        names = {output: output.replace(name, module, 1) for output in mapper.outputs}
+        reordered = (self._reorder_outputs(factor) for factor in mapper.inputs if factor.endswith("_proj_lora_B"))
+        return sequential(parallel(*reordered), mapper, rename(names))
 
-def _convert_factor_outputs(to_file: Convert, convert: Convert, factors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """
-    Convert a factor (experts, outputs, rank) like a weight (experts, outputs, inputs), but keep its dimensions.
+    def _reorder_outputs(self, factor: str) -> Mapper:
+        """Return the mapper from experts' factor (experts, outputs, rank) to transformers' order of outputs."""
+        name = factor.removesuffix("_lora_B")
+        [group] = (group for group in self.module_mapper.groups if name in group.inputs)
+        mapper = Mapper((attrs.evolve(group, inputs=(factor,), outputs=(factor,)),))
+        weight = self.whole.get_parameter(name)
+        experts, outputs, _ = weight.shape
+        [probe] = group.convert([weight.new_empty(experts, outputs, outputs + 1)])
+        # transformers may have (experts, inputs, outputs).
+        return mapper if probe.shape[1] == outputs else sequential(mapper, transpose(factor, 1, 2))
 
-    `to_file` converts a weight to files, and `convert` is this function or its inverse.
-    """
-    [factor] = factors
-    probe = to_file([torch.empty(len(factor), factor.shape[1], factor.shape[1] + 1, device="meta")])[0]
-    if probe.shape[1] == factor.shape[1]:
-        return convert([factor])
-    # Files have (experts, inputs, outputs).
-    if convert is to_file:
-        return [convert([factor])[0].transpose(1, 2)]
-    return convert([factor.transpose(1, 2)])
-
-
-LISTS = ("target_modules", "target_parameters", "modules_to_save")
-TABLES = ("rank_pattern", "alpha_pattern")
-"""Keys of `adapter_config.json` with names of modules."""
-
-
-def make_mapper_to_peft(whole: nn.Module, file_mapper: Mapper, tied: bool) -> Mapper:
-    """Map the parameters in adapters and in fully tuned modules to PEFT's tensors; `file_mapper` is the model's."""
-    own = {
-        group.inputs[0]: group
-        for group in file_mapper.groups
-        if group.inputs == group.outputs and len(group.inputs) == 1
-    }
-    joined = list(find_layers_joined_in_files(whole, file_mapper))
-    parts = {name for layer in joined for name in layer.parts}
-    alone = (layer.make_mapper_to_peft(name) for name, layer in find_adapted_layers(whole) if name not in parts)
-    layers = (sequential(_make_expert_output_reordering_mapper(mapper.inputs, own), mapper) for mapper in alone)
-    saved = (_make_tuned_tensor_mapper(name, tied, own) for name in _list_tensors_of_tuned_modules(whole))
-    return parallel(*(layer.peft_mapper_joining_parts for layer in joined), *layers, *saved)
-
-
-def _describe_low_rank_pairs(whole: nn.Module, file_mapper: Mapper) -> list[LowRank]:
-    """Return PEFT's descriptions for all low-rank factor pairs; joined layers have one pair."""
-    has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
-    joined = list(find_layers_joined_in_files(whole, file_mapper))
-    parts = {name for layer in joined for name in layer.parts}
-    single = [
-        pair
-        for name, layer in find_adapted_layers(whole)
-        if name not in parts
-        for pair in layer.list_low_rank_pairs(name)
-    ]
-    return [
-        _name_non_expert_pair_by_weight(has_experts, pair) for pair in (*(layer.peft_pair for layer in joined), *single)
-    ]
+    def _name_tuned_tensor(self, group: TensorGroup) -> TensorGroup:
+        """Return a tuned tensor's group with PEFT's name; a tied embedding is also the head, which PEFT unties."""
+        name = f"{PREFIX}{group.outputs[0]}"
+        if self.config.get("tie_word_embeddings") and group.inputs == (f"{EMBEDDING}.weight",):
+            outputs = (name, f"{PREFIX}{HEAD}")
+            return TensorGroup(group.inputs, outputs, lambda tensors: [*tensors, *tensors], _take_equal_tables)
+        return attrs.evolve(group, outputs=(name,))
 
 
 def _name_non_expert_pair_by_weight(has_experts: bool, pair: LowRank) -> LowRank:
@@ -345,52 +319,18 @@ def _name_non_expert_pair_by_weight(has_experts: bool, pair: LowRank) -> LowRank
     return attrs.evolve(pair, target=f"{pair.target}.weight", fused=True)
 
 
-def _shorten_module_names(whole: nn.Module, adapted: Sequence[str]) -> list[str]:
+def _shorten_module_names(tensors: Iterable[str], adapted: Sequence[str]) -> list[str]:
     """Return names for `target_modules`: the last part if all modules with this ending are adapted, else the name."""
-    by_ending: dict[str, set[str]] = {}
-    for name, _ in whole.named_modules():
-        by_ending.setdefault(name.rpartition(".")[2], set()).add(name)
-    adapted_endings = {ending for ending, names in by_ending.items() if names <= {*adapted}}
-    return sorted({ending if (ending := name.rpartition(".")[2]) in adapted_endings else name for name in adapted})
+    modules = {tensor.rpartition(".")[0] for tensor in tensors}
+    others = {name.rpartition(".")[2] for name in modules.difference(adapted)}
+    return sorted({name if (ending := name.rpartition(".")[2]) in others else ending for name in adapted})
 
 
-def _list_tensors_of_tuned_modules(whole: nn.Module) -> list[str]:
-    """
-    Return parameters and buffers of fully or partly tuned modules, because PEFT saves whole
-    modules.
-    """
-    return [
-        f"{name}.{leaf}"
-        for name, module in whole.named_modules()
-        if not isinstance(module, AdaptedLayer)
-        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        for leaf in persistent_tensors(module)
-        if "." not in leaf
-    ]
-
-
-def _check_no_joined_tensors(whole: nn.Module, file_mapper: Mapper) -> None:
-    """Raise UserError for a fully tuned parameter that is a part of another module in files of the family."""
-    saved = set(_list_tensors_of_tuned_modules(whole))
-    for group in file_mapper.groups:
-        modules = {name.rpartition(".")[0] for name in group.outputs}
-        for name in saved.intersection(group.inputs):
-            owner = name.rpartition(".")[0]
-            # Experts, whose tensors in files are of modules inside of theirs, are tuned by the name of their module.
-            if any(module != owner and not module.startswith(f"{owner}.") for module in modules):
-                raise UserError(
-                    f"{name} is a part of {group.outputs[0]} in model files, and PEFT can only tune the whole; write "
-                    "export.hugging_face in place of export.adapter"
-                )
-
-
-def _make_tuned_tensor_mapper(name: str, tied: bool, own: Mapping[str, TensorGroup]) -> Mapper:
-    """Map a fully tuned module's tensor; a tied embedding is also mapped to the head."""
-    if tied and name == f"{EMBEDDING}.weight":
-        outputs = (f"{PREFIX}{name}", f"{PREFIX}{HEAD}")
-        return Mapper((TensorGroup((name,), outputs, lambda tensors: [*tensors, *tensors], _take_equal_tables),))
-    group = own.get(name) or TensorGroup((name,), (name,), return_unchanged, return_unchanged)
-    return Mapper((attrs.evolve(group, outputs=(f"{PREFIX}{name}",)),))
+def _list_tensors_of_tuned_modules(whole: nn.Module) -> set[str]:
+    """Return parameters and buffers of fully or partly tuned modules, because PEFT saves whole modules."""
+    modules = {name.rpartition(".")[0] for name, parameter in whole.named_parameters() if parameter.requires_grad}
+    modules -= {name for name, _ in find_adapted_layers(whole)}
+    return {name for name in persistent_tensors(whole) if name.rpartition(".")[0] in modules}
 
 
 def _take_equal_tables(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -9,12 +9,11 @@ import torch
 
 from drawloom import Recipe
 from support.chat import tokenizer_folder
-from support.family_words import FAMILY_WORDS
+from support.family_words import FAMILY_SIZES, FAMILY_WORDS, PEFT_TARGETS
 from support.runs import drawloom, rows
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("trainer.steps=2", "batch.global_size=2", "batch.micro_size=2", "validation.rows_used=2", "device.kind=cpu")
-SIZES = ("num_hidden_layers=4", "hidden_size=32", "num_attention_heads=2", "num_key_value_heads=1", "head_dim=16")
 
 
 def logits_in_transformers(base: Path, adapter: Path | None, tokens: torch.Tensor) -> Any:
@@ -25,6 +24,7 @@ def logits_in_transformers(base: Path, adapter: Path | None, tokens: torch.Tenso
     kinds: Any = AutoModelForCausalLM
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's and transformers' own
+        warnings.filterwarnings("error", "Found missing adapter keys")
         model = kinds.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
@@ -37,7 +37,7 @@ def logits_in_transformers(base: Path, adapter: Path | None, tokens: torch.Tenso
 def test_fine_tuned_folders_load_in_other_libraries(family: str, tmp_path: Path) -> None:
     """Merged LoRA exports have the logits that PEFT computes over the base, and full tuning changes logits."""
     tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(tmp_path / "tokenizer"))}
-    words = (*(f"model.{size}" for size in SIZES), *FAMILY_WORDS[family], "vars.length=64", "device.kind=cpu")
+    words = (*FAMILY_SIZES, *FAMILY_WORDS[family], "vars.length=64", "device.kind=cpu")
     values: dict[str, Any] = {"run": {"name": "base", "folder": str(tmp_path / "base")}, "tokenizer": tokenizer}
     with Recipe.load("first_run", *words).with_values(values).open(only="export") as objects:
         objects["export"].run_after_training(1)
@@ -51,7 +51,9 @@ def test_fine_tuned_folders_load_in_other_libraries(family: str, tmp_path: Path)
             (f'tokens.paths=["{ROOT}/docs/examples/conversations.jsonl"]', "vars.length=128", "optimizer.lr=0.01"),
         ),
     ):
-        [outcome] = drawloom(tmp_path, "run", recipe, f"vars.base={base}", *SMALL, *more)
+        targets = f'adapters.lora.targets=["{PEFT_TARGETS.get(family, "*_proj")}"]'
+        lora = () if recipe == "finetune" else (targets,)
+        [outcome] = drawloom(tmp_path, "run", recipe, f"vars.base={base}", *SMALL, *more, *lora)
         assert outcome.code == 0, (recipe, outcome.text)
         run = tmp_path / "runs" / recipe
         assert len(rows(run)) == 2

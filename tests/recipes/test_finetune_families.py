@@ -12,6 +12,7 @@ from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.fallback.build import build_transformers_model
 from drawloom.components.model.fallback.checks import shrink_config
 from support.chat import tokenizer_folder
+from support.family_words import PEFT_TARGETS
 from support.runs import drawloom
 
 ROOT = Path(__file__).parents[2]
@@ -29,9 +30,6 @@ UNPUBLISHED = {
     "kimi_linear": "it saves dense layers under the experts' names, and released files have others",
 }
 """Types whose folders transformers writes unlike released ones, and why."""
-
-TARGETS = {"nemotron_h": "*.[qkvo]_proj"}
-"""Patterns of projections, where PEFT refuses some: Mamba's kernels read the weight of `out_proj` themselves."""
 
 
 def folder_of(model_type: str, folder: Path) -> Path:
@@ -85,7 +83,9 @@ def assert_fine_tuned(recipe: str, model_type: str, folder: Path) -> None:
     words = [f"vars.base={base}", data, *SMALL, f"vars.length={128 if recipe == 'chat' else 32}"]
     words += [] if model_type in FAMILIES else ["model.use=model.transformers", f"model.path={base}"]
     words += (
-        [] if recipe == "finetune" else [f'adapters.lora.targets=["{(FALLBACKS | TARGETS).get(model_type, "*_proj")}"]']
+        []
+        if recipe == "finetune"
+        else [f'adapters.lora.targets=["{(FALLBACKS | PEFT_TARGETS).get(model_type, "*_proj")}"]']
     )
     [outcome] = drawloom(folder, "run", recipe, *words)
     assert outcome.code == 0, outcome.text

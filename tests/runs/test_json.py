@@ -62,7 +62,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
 SLOW: dict[str, tuple[list[str], int]] = {  # they start processes of their own
     "launch": (["--nproc-per-node", "1", "check", "tiny.toml"], 0),
     "prove": (["loss.next_token", "--budget", "1s"], 0),
-    "verify-resume": (["tiny.toml", "--steps", "12"], 0),
+    "verify-resume": (["tiny.toml", "--steps", "80"], 0),
 }
 
 

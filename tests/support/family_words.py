@@ -37,6 +37,13 @@ _FAMILIES = {
     "qwen3_next": (*_HYBRID, *_SPARSE),
 }
 
+_SIZES = ("num_hidden_layers=4", "hidden_size=32", "num_attention_heads=2", "num_key_value_heads=1", "head_dim=16")
+FAMILY_SIZES = tuple(f"model.{size}" for size in _SIZES)
+"""Sizes of all families' small models."""
+
+PEFT_TARGETS = {"nemotron_h": "*.[qkvo]_proj"}
+"""Patterns of projections, where PEFT refuses some: Mamba's kernels read the weight of `out_proj` themselves."""
+
 FAMILY_WORDS = {
     family: (f"model.use=model.{family}", "model.intermediate_size=48", *words) for family, words in _FAMILIES.items()
 }

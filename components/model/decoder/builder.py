@@ -290,12 +290,20 @@ class DecoderModel:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return build_updated_folder_config(self.family, path, written, text_only)
 
-    def find_decoder_prefix(self, path: Path) -> str:
-        from drawloom.components.model.decoder.hugging_face import read_config_json
-
-        return self.family.nested_types.get(str(read_config_json(path).get("model_type")), "model.")
-
     def hugging_face_mapper(self) -> Mapper:
+        mapper = self._map_parameters()
+        return attrs.evolve(mapper, ignored=(*self.family.ignored, *self.architecture.unread_tensors))
+
+    def transformers_mapper(self, folder: Path | None) -> Mapper:
+        config = {}
+        if folder is not None and (folder / "config.json").is_file():
+            from drawloom.components.model.decoder.hugging_face import read_config_json
+
+            config = read_config_json(folder / "config.json")
+        return self._map_parameters(self.family.nested_types.get(str(config.get("model_type")), "model."))
+
+    def _map_parameters(self, prefix: str | None = None) -> Mapper:
+        """Return the mapper to files or, with the decoder's prefix, to transformers' modules."""
         from drawloom.components.model.decoder.mapper import create_decoder_mapper
         from drawloom.components.weights.load import persistent_tensors
         from drawloom.components.weights.mapper import sequential
@@ -306,8 +314,7 @@ class DecoderModel:
 
             joined = create_vocabulary_join_mapper(names, self.new_token_split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
-        mapper = sequential(joined, create_decoder_mapper(kept, self.architecture))
-        return attrs.evolve(mapper, ignored=(*self.family.ignored, *self.architecture.unread_tensors))
+        return sequential(joined, create_decoder_mapper(kept, self.architecture, prefix))
 
     @cached_property
     def _roles_by_parameter_name(self) -> dict[str, Role]:

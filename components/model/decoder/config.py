@@ -104,6 +104,9 @@ class DecoderConfig:
     renamed_tensors: ClassVar[Mapping[str, str]] = {}
     """Regular expressions, replaced one after another in the names of tensors in files."""
 
+    renamed_modules: ClassVar[Mapping[str, str]] = {}
+    """Regular expressions, replaced in the names in files for those of transformers' modules, where these differ."""
+
     # Class variables that a family may declare as keys.
     residual_multiplier = 1.0
     """Factor of outputs that are added to the residual stream."""
@@ -183,6 +186,10 @@ class DecoderConfig:
         Other parameters are mapped by `create_decoder_mapper`.
         """
         yield from ()
+
+    def join_modules(self, name: str) -> Iterator[Mapper]:
+        """Yield the mappers for a parameter that transformers' modules join or reshape; default: as in files."""
+        yield from self.join_tensors(name)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:

@@ -139,6 +139,14 @@ NO_POSITIONS = "rope_theta", "rope_scaling"
 """`unused_keys` for families without rotary positions."""
 
 
+def join_convolutions(name: str, sizes: Sequence[int] | None = None) -> Iterator[Mapper]:
+    """Yield the mapper for a decay rate's net, whose convolutions are joined to one (channels, 1, taps)."""
+    net, is_net, _ = name.partition(".A_log")
+    if is_net:
+        convolution, parts = f"{net}.conv1d.weight", [f"{net}.conv_{part}" for part in "qkv"]
+        yield sequential(concatenate(parts, convolution, sizes=sizes), unsqueeze(convolution, 1))
+
+
 @config_class
 class LinearLayersConfig(DecoderConfig):
     """Config for a decoder whose linear_attention layers have a recurrent part instead of attention."""
@@ -201,12 +209,9 @@ class HybridConfig(DeltaConfig):
 
     def join_tensors(self, name: str) -> Iterator[Mapper]:
         """Yield the mappers that join a delta net's projections, and its convolutions to one (channels, 1, taps)."""
-        net, is_net, _ = name.partition(".A_log")
-        if is_net:
-            convolution, parts = f"{net}.conv1d.weight", [f"{net}.conv_{part}" for part in "qkv"]
-            joined = concatenate(parts, convolution, sizes=self.delta.channels)
-            yield sequential(joined, unsqueeze(convolution, 1))
-            yield from self.join_projections(net)
+        yield from join_convolutions(name, self.delta.channels)
+        if name.endswith(".A_log"):
+            yield from self.join_projections(name.removesuffix(".A_log"))
 
     def join_projections(self, net: str) -> Iterator[Mapper]:
         """Yield the mapper that joins the q, k and v projections in the gated delta net `net`."""

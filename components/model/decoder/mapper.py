@@ -11,22 +11,26 @@ from drawloom.components.weights.mapper import chunk, identity, parallel, sequen
 from drawloom.ports import Mapper
 
 
-def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Return the mapper from parameters with these names to tensors in files."""
+def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig, prefix: str | None = None) -> Mapper:
+    """Return the mapper from these parameters to files or, with the decoder's prefix, to transformers' modules."""
+    join = architecture.join_modules if prefix else architecture.join_tensors
+    stacks_experts, patterns = prefix or architecture.stacks_experts, {**architecture.renamed_tensors}
+    if prefix:
+        patterns |= {**architecture.renamed_modules, r"^model\.": prefix}
     parameters = list(names)
-    joined = parallel(*(mapper for name in parameters for mapper in architecture.join_tensors(name)))
+    joined = parallel(*(mapper for name in parameters for mapper in join(name)))
     read = set(joined.inputs)
     layers = range(architecture.num_hidden_layers)
     specs = (branch.spec for layer in layers for branch in architecture.branches_of(layer))
     count = next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
     others = (
-        identity(name) if architecture.stacks_experts and ".experts." in name else _create_parameter_mapper(name, count)
+        identity(name) if stacks_experts and ".experts." in name else _create_parameter_mapper(name, count)
         for name in parameters
         if name not in read
     )
 
     def rename(name: str) -> str:
-        for pattern, replacement in architecture.renamed_tensors.items():
+        for pattern, replacement in patterns.items():
             name = re.sub(pattern, replacement, name)
         return name
 

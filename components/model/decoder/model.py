@@ -192,12 +192,12 @@ class CausalLM(nn.Module):
         self.register_module("lm_head", head)
 
     def name_joined_layers(self) -> None:
-        """Set `joined_name` in linear layers that files rename or join with others, before layers are adapted."""
+        """Set `joined_name` in linear layers that transformers names otherwise or joins, before layers are adapted."""
         from drawloom.components.model.decoder.mapper import create_decoder_mapper
 
         # Experts are many, and no linear layers.
         names = [name for name, _ in self.named_parameters() if ".experts." not in name]
-        for group in create_decoder_mapper(names, self.model.architecture).groups:
+        for group in create_decoder_mapper(names, self.model.architecture, "model.").groups:
             for name in group.inputs if group.outputs != group.inputs else ():
                 layer = self.get_submodule(name.rpartition(".")[0])
                 if isinstance(layer, Linear):

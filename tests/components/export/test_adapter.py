@@ -15,7 +15,13 @@ from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.export.adapter import AdapterExport
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.dots1 import Dots1
+from drawloom.components.model.gemma4 import Gemma4
 from drawloom.components.model.gpt_oss import GptOss
+from drawloom.components.model.kimi_linear import KimiLinear
+from drawloom.components.model.lfm2 import Lfm2
+from drawloom.components.model.minimax_m2 import MiniMaxM2
+from drawloom.components.model.nemotron_h import NemotronH
+from drawloom.components.model.olmo_hybrid import OlmoHybrid
 from drawloom.components.model.phi3 import Phi3
 from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.qwen3_next import Qwen3Next
@@ -113,6 +119,30 @@ def gpt_oss() -> Any:
     return small(GptOss, **sizes)
 
 
+def gemma4() -> Any:
+    """A model with experts beside the feed-forward network, in a module missing in transformers."""
+    types = ["sliding_attention", "full_attention"]
+    return small(Gemma4, **SPARSE_KEYS, layer_types=types, sliding_window=4, global_head_dim=8)
+
+
+def kimi_linear() -> Any:
+    """A model whose modules in transformers have other names than in files, and some another module around them."""
+    linear = {"linear_num_heads": 2, "linear_head_dim": 8, "layer_types": HYBRID["layer_types"]}
+    latent = {"kv_lora_rank": 10, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    return small(KimiLinear, **SPARSE_KEYS, **linear, **latent)
+
+
+def minimax_m2() -> Any:
+    """A model whose router's bias is a parameter in the module around the router."""
+    return small(MiniMaxM2, num_experts=5, num_experts_per_tok=2)
+
+
+def nemotron_h() -> Any:
+    """A model with Mamba-2 and experts, and with another name for the embedding."""
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8}
+    return small(NemotronH, **SPARSE_KEYS, **mamba, num_hidden_layers=4, moe_shared_expert_intermediate_size=12)
+
+
 CASES: dict[str, Any] = {
     "linear": lambda: (dense(), lora("q_proj", "v_proj")),
     "linear, embedding and head": lambda: (dense(), lora("*_proj", "embed_tokens", "lm_head", rslora=True)),
@@ -144,6 +174,22 @@ CASES: dict[str, Any] = {
     "parts of joined projections": lambda: (small(Phi3, hidden_size=32), lora("k_proj", "layers.1.mlp.up_proj")),
     "a router with a bias": lambda: (shared_experts_model(), lora("q_proj"), full("mlp.gate")),
     "experts tuned in full": lambda: (sparse(), lora("q_proj"), full("experts", "mlp.gate")),
+    "experts beside a network": lambda: (gemma4(), lora("*_proj", "experts", "embed_tokens"), full("router")),
+    "other names than in files": lambda: (
+        kimi_linear(),
+        lora("*_proj", "lm_head"),
+        full("*norm", "mlp.gate"),
+    ),
+    "a tuned mixer with joined convolutions": lambda: (kimi_linear(), lora("experts"), full("layers.0.self_attn")),
+    "a tuned mixer with joined projections": lambda: (delta_nets_model(), lora("q_proj"), full("linear_attn")),
+    "a renamed router": lambda: (minimax_m2(), lora("*_proj", "experts")),
+    "Mamba": lambda: (nemotron_h(), lora("*[qkvo]_proj", "in_proj*", "embed_tokens", "experts"), full("mixer.gate")),
+    "renamed layers with DoRA": lambda: (
+        small(Lfm2, layer_types=["conv", "full_attention"]),
+        lora("*_proj*", dora=True),
+        full("conv.taps", "*norm"),
+    ),
+    "other norms than in files": lambda: (small(OlmoHybrid, **HYBRID), lora("*_proj*", "lm_head"), full("*norm")),
 }
 
 
@@ -187,6 +233,21 @@ OF_PEFT: dict[str, Any] = {
         lambda: (sparse(), lora("experts")),
         {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
         | {"r": 4, "lora_alpha": 8},
+    ),
+    "experts beside a network": (
+        lambda: (gemma4(), lora("experts", "o_proj"), full("router")),
+        {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+        | {"r": 4, "lora_alpha": 8, "modules_to_save": ["router"]},
+    ),
+    "other names than in files": (
+        lambda: (kimi_linear(), lora("in_proj_q", "f_a_proj"), full("self_attn.norm", "mlp.gate")),
+        {"target_modules": ["layers.0.self_attn.q_proj", "forget_gate.f_a_proj"], "r": 4, "lora_alpha": 8}
+        | {"modules_to_save": ["o_norm", "mlp.gate"]},
+    ),
+    "Mamba": (
+        lambda: (nemotron_h(), lora("in_proj*", "embed_tokens"), full("layers.0.norm", "model.norm")),
+        {"target_modules": ["in_proj", "embeddings"], "r": 4, "lora_alpha": 8}
+        | {"modules_to_save": ["layers.0.norm", "norm_f"]},
     ),
 }
 
@@ -281,15 +342,18 @@ def test_adapters_that_peft_lacks_are_refused(adapters: Any, text: str, tmp_path
         ),
         (
             Qwen35,
-            [lora("q_proj"), full("linear_attn")],
-            "is a part of .*linear_attn.* in model files, and PEFT can only tune the whole",
+            [lora("q_proj"), full("in_proj_v")],
+            "PEFT tunes whole modules of transformers, and .*in_proj_qkv.weight is not tuned as a whole",
         ),
+        (minimax_m2, [lora("q_proj"), full("mlp.gate")], "and .*mlp.experts.gate_up_proj is not tuned as a whole"),
+        (nemotron_h, [lora("*_proj")], r"no LoRA for out_proj .* such as \['down_proj', "),
     ],
 )
-def test_parts_of_joined_modules_that_peft_tunes_whole_are_refused(
+def test_modules_that_peft_does_not_adapt_are_refused(
     model: Any, adapters: Any, text: str, tmp_path: Path, one_rank: Any
 ) -> None:
-    """A message names the module of the files."""
-    sizes = HYBRID if model is Qwen35 else {"hidden_size": 32}
+    """A message names the module in transformers: parts of joined or tuned modules, and projections of Mamba."""
+    sizes = {Qwen35: HYBRID, Phi3: {"hidden_size": 32}}
+    built = small(model, **sizes[model]) if model in sizes else model()
     with pytest.raises(UserError, match=text):
-        open_exporter(tmp_path, one_rank.world, small(model, **sizes), *adapters)
+        open_exporter(tmp_path, one_rank.world, built, *adapters)

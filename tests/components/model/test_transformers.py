@@ -99,6 +99,7 @@ def test_weights_are_read_and_written_under_the_names_on_disk(model_type: str, t
         assert torch.equal(tensor, reference.state_dict()[name]), name
     on_disk, written = load_file(tmp_path / "model.safetensors"), convert_tensors(model.hugging_face_mapper(), tensors)
     assert on_disk.keys() == written.keys()
+    assert {*model.transformers_mapper(None).outputs} == reference.state_dict().keys()
     assert all(torch.equal(on_disk[name], tensor) for name, tensor in written.items())
 
 
