@@ -14,12 +14,12 @@ from support.kernels import DEVICE, assert_all_close, exact
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(params=[2**31, 4096], ids=["one chunk", "chunks"], autouse=True)
+@pytest.fixture(params=[2**31, 2**17], ids=["one chunk", "chunks"], autouse=True)
 def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Limit chunks to some tokens, and a program's sums to 64 columns, or not."""
     monkeypatch.setattr(kernels, "CHUNK_BYTES", request.param)
-    monkeypatch.setattr(kernels, "SCORE_BYTES", request.param)
-    monkeypatch.setattr(kernels, "MAX_SUMS", min(request.param, kernels.MAX_SUMS))
+    monkeypatch.setattr(kernels, "SCORE_BYTES", request.param // 16)
+    monkeypatch.setattr(kernels, "MAX_SUMS", min(request.param // 32, kernels.MAX_SUMS))
     yield
 
 
