@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = tuple(str(ROOT / name) + "/" for name in ("graph", "components", "kernels"))
 RATE = 0.00123457  # an otherwise unused number
 PHASES = {"lr": "rate", "optimizer": "rate", "forward_backward": "batch", "checkpoint": "checkpoint"}
-SMALL = ("model.num_hidden_layers=1", "batch.global_size=2", "batch.micro_size=2")
+SMALL = ("model.num_hidden_layers=1", "batch.global_size=2", "batch.micro_size=2", "validation.rows_used=2")
 STEPS = ("trainer.steps=4", "checkpoint.every=1", "evaluate.every=100", "trainer.on_finish=[]")
 
 

@@ -38,7 +38,7 @@ def test_wheel_contains_every_module_and_recipe(wheel: Path) -> None:
 def test_wheel_trains_the_first_run_with_only_its_dependencies(wheel: Path, tmp_path: Path) -> None:
     """`drawloom run first_run` works from an empty folder if only the wheel and its dependencies are installed."""
     environment = create_environment(tmp_path / "environment")
-    install(environment, "--no-deps", "--no-index", str(wheel))
+    install(environment, "--no-deps", "--no-index", "--no-compile", str(wheel))
     link_dependencies(environment)
     assert not has_module(environment, "pytest"), "packages of `dev` are importable"
     check_first_run(environment, tmp_path, *SHORT)

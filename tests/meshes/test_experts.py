@@ -11,7 +11,7 @@ import pytest
 from support import pipelines
 from support.processes import run_ranks
 
-LAYERS, EXPERTS = 4, 8
+STEPS, LAYERS, EXPERTS = 2, 4, 8  # test_steps.py compares third steps, after an update by moments of the second
 PLAIN: pipelines.Case = ("gpipe", 4, True, False, "plain")
 SYMMETRIC: pipelines.Case = ("gpipe", 4, True, False, "symmetric")
 MUON: pipelines.Case = ("gpipe", 4, True, False, "muon")
@@ -66,8 +66,8 @@ EIGHT_RANK_MESHES = [
 
 @cache
 def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
-    """Return three steps of a case in one process, where the schedule makes no difference."""
-    [steps] = pipelines.steps([("gpipe", *case[1:])], step_count=3, layers=LAYERS, lengths=lengths, experts=EXPERTS)
+    """Return steps of a case in one process, where the schedule makes no difference."""
+    [steps] = pipelines.steps([("gpipe", *case[1:])], step_count=STEPS, layers=LAYERS, lengths=lengths, experts=EXPERTS)
     return steps
 
 
@@ -75,7 +75,7 @@ def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
 def steps_on_meshes() -> list[list[list[dict[str, Any]]]]:
     """Return four ranks' steps on every mesh, in shared processes because starting takes longer than the steps."""
     meshes = [(mesh.cases, mesh.sizes, mesh.lengths) for mesh in MESHES]
-    common: Any = meshes, "cpu", pipelines.FLOAT64, 3, LAYERS, EXPERTS, ("none",), {}, 1
+    common: Any = meshes, "cpu", pipelines.FLOAT64, STEPS, LAYERS, EXPERTS, ("none",), {}, 1
     return run_ranks(pipelines.steps_on_meshes, 4, *common, timeout=240)
 
 
@@ -91,7 +91,7 @@ def assert_same_steps(mesh: MeshCases, ranks: list[list[dict[str, Any]]]) -> Non
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
-def test_three_steps_match_one_process(mesh: MeshCases, steps_on_meshes: list[list[list[dict[str, Any]]]]) -> None:
+def test_steps_match_one_process(mesh: MeshCases, steps_on_meshes: list[list[list[dict[str, Any]]]]) -> None:
     """Losses, norms, gradients and updated weights equal one process's in float64, to 1e-10."""
     assert_same_steps(mesh, [rank[MESHES.index(mesh)] for rank in steps_on_meshes])
 
@@ -100,7 +100,7 @@ def test_three_steps_match_one_process(mesh: MeshCases, steps_on_meshes: list[li
 @pytest.mark.parametrize("mesh", EIGHT_RANK_MESHES, ids=mesh_id)
 def test_eight_processes_match_one_process(mesh: MeshCases) -> None:
     """With sharded and replicated experts, and tensor ranks that share experts, steps equal one process's to 1e-10."""
-    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, LAYERS, mesh.lengths, EXPERTS
+    common = mesh.sizes, "cpu", pipelines.FLOAT64, STEPS, LAYERS, mesh.lengths, EXPERTS
     assert_same_steps(mesh, run_ranks(pipelines.steps, 8, mesh.cases, *common, timeout=300))
 
 
@@ -108,7 +108,7 @@ def test_eight_processes_match_one_process(mesh: MeshCases) -> None:
 def test_expert_groups_across_replicas_match_one_process() -> None:
     """Steps equal one process's if the middle two of six ranks share experts across the border of two replicas."""
     mesh = MeshCases({"data_replicate": 2, "context": 3, "expert": 2}, [PLAIN], (6, 3))
-    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, LAYERS, mesh.lengths, EXPERTS
+    common = mesh.sizes, "cpu", pipelines.FLOAT64, STEPS, LAYERS, mesh.lengths, EXPERTS
     assert_same_steps(mesh, run_ranks(pipelines.steps, 6, mesh.cases, *common, timeout=300))
 
 
@@ -130,7 +130,7 @@ def test_mixed_precision_matches_one_process() -> None:
 def test_recomputed_passes_exchange_tokens_again() -> None:
     """With recomputed blocks, steps by collectives and by shared memory equal one process's."""
     sizes = {"data_shard": 2, "expert": 2, "pipeline": 1}
-    common = "cpu", pipelines.FLOAT64, 3, LAYERS, (4, 1), EXPERTS, ["blocks"]
+    common = "cpu", pipelines.FLOAT64, STEPS, LAYERS, (4, 1), EXPERTS, ["blocks"]
     ranks = run_ranks(pipelines.steps, 2, [PLAIN, SYMMETRIC], sizes, *common, timeout=120)
     for number, case in enumerate((PLAIN, SYMMETRIC)):
         pipelines.assert_same_steps([rank[number] for rank in ranks], whole(case, (4, 1)))

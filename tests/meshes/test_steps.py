@@ -25,6 +25,9 @@ class MeshCases:
     layers: int = 4
 
 
+SCHEDULES = ("one_f_one_b", "interleaved_1f1b", "zero_bubble_1p", "zero_bubble_v", "dual_pipe_v", "circular")
+"""Schedules that differ in what a rank does between gathers; test_executor.py compares all of them."""
+
 # These are meshes for the core, and families whose weights only tensor ranks divide in their own way. Families have
 # layers of at most two types, so two layers have all of them; a pipeline needs four. tests/soak/test_proofs.py compares
 # every family on every mesh.
@@ -45,7 +48,7 @@ MESHES = [
         "pipelines of shards",
         {"data_shard": 2},
         [
-            *((name, 4, True, False, "plain") for name in pipelines.TRAINING),
+            *((name, 4, True, False, "plain") for name in SCHEDULES),
             ("zero_bubble_1p", 4, False, False, "norms"),  # a rank has nothing to train
             ("zero_bubble_v", 4, True, False, "further"),
             ("zero_bubble_v", 4, True, False, "gemma2"),

@@ -14,6 +14,7 @@ TINY = [
     "--overlay",
     str(PLUGIN / "with_perplexity.toml"),
     "trainer.steps=2",
+    "sample.tokens=4",
     "corpus.use=data.text_files",
     'corpus.paths=["*.txt"]',
     "corpus.validation_fraction=0.2",

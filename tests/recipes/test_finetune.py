@@ -25,7 +25,10 @@ TEXT = f'corpus.paths=["{ROOT}/components/data/**/*.py"]'
 CONVERSATIONS, PAIRS = (
     f'tokens.paths=["{ROOT}/docs/examples/{name}.jsonl"]' for name in ("conversations", "preferences")
 )
-SMALL = ("trainer.steps=3", "vars.length=32", "batch.global_size=2", "batch.micro_size=2", "validation.rows_used=2")
+SMALL = (
+    *("trainer.steps=3", "vars.length=32", "batch.global_size=2", "batch.micro_size=2", "validation.rows_used=2"),
+    "sample.tokens=4",
+)
 
 
 @pytest.fixture(scope="module")

@@ -261,7 +261,7 @@ def _pod_command() -> list[str]:
 
 def test_the_command_of_a_pod_saves_a_checkpoint_at_sigterm(folder: Path) -> None:
     """The launcher, as the pod's first process, gets the signal and the run saves a checkpoint."""
-    _write_commands(folder, [], 2)
+    _write_commands(folder, [], 1)
     with _start(_pod_command(), folder) as process:
         _wait_for_step(folder, 3, process)
         process.terminate()

@@ -49,7 +49,7 @@ use = "trackers.tensorboard"
 use = "metrics.activation_rms"
 
 [trainer]
-steps = 4
+steps = 2
 on_finish = []
 phases = [
     "@forward_backward",

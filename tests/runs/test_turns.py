@@ -173,7 +173,7 @@ def test_shared_beginnings_change_no_gradient_on_any_mesh(lab: Path) -> None:
         "loss.variant=gspo",
         "advantages.equal_groups=drop",
         "evaluate.every=9",
-        "trainer.steps=3",
+        "trainer.steps=2",
     )
     names = ("loss", "grad_norm", "ratio", "clip_fraction", "sampler_difference", "reward")
     separate = run(lab, "separate", *words)

@@ -54,7 +54,7 @@ def test_four_ranks_survive_fifty_kills(tmp_path: Path) -> None:
     assert findings.kills.total() >= 50 and findings.finished >= 2
 
 
-@pytest.mark.parametrize("times", [10, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("times", [6, pytest.param(60, marks=pytest.mark.soak)])
 def test_crash_loop_loses_nothing(tmp_path: Path, times: int) -> None:
     """A run that is killed repeatedly while it starts and loads loses nothing, leaves no files, and completes."""
     arguments = tmp_path, Job(1, "blocking"), times, 4

@@ -51,7 +51,8 @@ def _save(folder: Path, note: Path, staging: bool) -> None:
 
 if STRACE is not None:
 
-    @pytest.mark.parametrize("staging", [pytest.param(False, marks=pytest.mark.soak), True])
+    @pytest.mark.soak
+    @pytest.mark.parametrize("staging", [False, True])
     def test_kill_at_every_system_call_loses_no_committed_step(tmp_path: Path, staging: bool) -> None:
         """A kill at any system call, also of Python and torch, loses no committed step and leaves no torn one."""
         [outcomes] = run_ranks(_disturb_everywhere, 1, tmp_path, staging, "signal=SIGKILL", timeout=400)

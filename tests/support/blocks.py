@@ -24,7 +24,7 @@ MARKER = re.compile(r"^<!-- (?P<kind>not run|from|exit)(?:[: ]+(?P<value>.+?))? 
 # What a page trains takes seconds: models, batches and runs of the shipped recipes are made smaller. A row that no
 # longer fits its recipe fails.
 SMALLER = {
-    "pretrain": [("length = 256", "length = 32")],
+    "pretrain": [("length = 256", "length = 32"), ('context = "$vars.length"', 'context = "$vars.length"\ntokens = 8')],
     "first_run": [
         ("hidden_size = 192", "hidden_size = 16"),
         ("num_attention_heads = 6", "num_attention_heads = 2"),
@@ -32,7 +32,6 @@ SMALLER = {
         ("head_dim = 32", "head_dim = 8"),
         ("intermediate_size = 512", "intermediate_size = 32"),
         ("steps = 240", "steps = 12"),
-        ('prompt = "def "', 'prompt = "def "\ntokens = 8'),
         ('"data.standard_library"', '"data.text_files"\npaths = ["corpus/**/*.txt"]'),
     ],
     "finetune": [("steps = 50", "steps = 4")],

@@ -224,7 +224,7 @@ def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None
     assert sum_losses_and_weights(train(executor, batches(1)))[1] == 2
 
 
-MIDDLE_RANKS = ("one_f_one_b", "interleaved_1f1b", "zero_bubble_v", "dual_pipe_v", "circular", "auto")
+MIDDLE_RANKS = ("one_f_one_b", "interleaved_1f1b", "zero_bubble_v", "dual_pipe_v", "circular")
 """Schedules on four ranks, two in the middle; all schedules run on two."""
 
 CASES: dict[int, list[pipelines.Case]] = {

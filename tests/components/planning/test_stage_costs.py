@@ -31,7 +31,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+ALIKE = ("deepseek_v2", "deepseek_v32", "glm4_moe", "olmo3", "qwen3_5", "qwen3_5_moe", "smollm3")
+"""Families whose blocks are those of other cases."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.soak] * (case in ALIKE)) for case in CASES])
 def test_a_stage_costs_as_much_as_a_recording_of_all_its_blocks(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     Bytes, their peaks and seconds equal the whole stage's, pass by pass. An input pass that recomputes has a peak at

@@ -14,11 +14,11 @@ from support.kernels import DEVICE, assert_all_close, exact
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(params=[2**31, 4096], ids=["one chunk", "chunks"], autouse=True)
+@pytest.fixture(params=[2**31, 2**17], ids=["one chunk", "chunks"], autouse=True)
 def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Limit chunks to one token, or not."""
+    """Limit chunks to some tokens, or not."""
     monkeypatch.setattr(kernels, "CHUNK_BYTES", request.param)
-    monkeypatch.setattr(kernels, "SCORE_BYTES", request.param)
+    monkeypatch.setattr(kernels, "SCORE_BYTES", request.param // 16)
     yield
 
 
