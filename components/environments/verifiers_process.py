@@ -8,6 +8,7 @@ request has brought the path for imports.
 """
 
 import asyncio
+import faulthandler
 import json
 import logging
 import os
@@ -42,12 +43,17 @@ class Policy:
         if contents[:count] != self.contents or len(roles) > 1 or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"it does something else than to add texts of one role after a turn: {prompt}")
         self.pipe.send({"message": "\n".join(texts), "role": "".join(roles)})
-        signal.alarm(0)
+        faulthandler.cancel_dump_traceback_later()
         self.pipe.poll(None)  # the policy takes its time
-        signal.alarm(self.seconds)
+        limit_time(self.seconds)
         turn = self.pipe.recv()
         self.contents = [*contents, turn["content"]]
         return Response.model_validate({"id": "", "created": 0, "model": "policy", "message": turn})
+
+
+def limit_time(seconds: int) -> None:
+    """End this process after so many seconds. A rubric can use the process's alarm, as math_verify does."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 def load_environment(request: Any) -> Any:
@@ -70,12 +76,15 @@ def load_environment(request: Any) -> Any:
 
 def answer_request(environment: Any, pipe: Connection) -> Any:
     """Return the rows of a split, or hold a conversation and return its reward or error."""
+    import numpy
+
     request = pipe.recv()
     if split := request.get("split"):
         return {"rows": [*(environment.get_dataset() if split == "train" else environment.get_eval_dataset())]}
     example, seconds = request["example"], request["seconds"]
     random.seed(repr(example))
-    signal.alarm(seconds)  # whose signal ends this process
+    numpy.random.seed(random.getrandbits(32))
+    limit_time(seconds)
     policy = Policy(pipe, example["prompt"], seconds)
     output = asyncio.run(environment.run_rollout(example, policy, "policy", {}))
     return {"error": f"{output['error']}"} if output["error"] else {"reward": output["reward"]}
@@ -90,6 +99,21 @@ def call_safely(function: Any, *arguments: Any) -> Any:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
+def run_fork(environment: Any, pipe: Connection) -> None:
+    """Answer a request in a process group of its own, and end all of the group's processes, and this process."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if (fork := os.fork()) == 0:
+            os.setsid()
+            pipe.send(call_safely(answer_request, environment, pipe))
+        else:
+            pipe.close()
+            os.waitpid(fork, 0)
+            os.killpg(fork, signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
 def serve_forks(pipe: Connection) -> None:
     """Load the environment and answer with its tools; then fork for every pipe, until this one closes."""
     answer = environment = call_safely(load_environment, json.loads(pipe.recv_bytes()))
@@ -100,13 +124,8 @@ def serve_forks(pipe: Connection) -> None:
     while True:
         fork_pipe = Connection(recv_handle(pipe))  # EOFError ends the process
         if os.fork() == 0:
-            try:
-                pipe.close()
-                os.setsid()  # it may kill its process group
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                fork_pipe.send(call_safely(answer_request, environment, fork_pipe))
-            finally:
-                os._exit(0)
+            pipe.close()
+            run_fork(environment, fork_pipe)
         fork_pipe.close()
 
 

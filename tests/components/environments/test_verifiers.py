@@ -117,6 +117,17 @@ def test_a_fault_ends_its_conversation_alone(adder: VerifiersEnvironment, fault:
             assert fault == "parent killed" and time.monotonic() < end
 
 
+def test_processes_of_an_environment_end_with_its_conversation(adder: VerifiersEnvironment, tmp_path: Path) -> None:
+    """A process in the background neither outlives the environment's exit, nor keeps the conversation waiting."""
+    note = tmp_path / "note"
+    with pytest.raises(RuntimeError, match="the environment's process died"):
+        adder.reset(example(fault="children", note=str(note))).step(call(2, 2))
+    process, end = Path("/proc", note.read_text().strip(), "stat"), time.monotonic() + 60
+    while process.exists() and process.read_text().split()[2] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_faults_at_the_beginning_and_of_the_rubric_are_no_rewards(adder: VerifiersEnvironment) -> None:
     """Additions to the prompt, and an error in a reward function, are exceptions, and not the reward 0."""
     with pytest.raises(RuntimeError, match="the environment adds to the prompt"):
@@ -127,10 +138,13 @@ def test_faults_at_the_beginning_and_of_the_rubric_are_no_rewards(adder: Verifie
 
 
 def test_random_numbers_depend_on_the_example_alone(adder: VerifiersEnvironment) -> None:
-    """Conversations about one example have the same numbers, and about another one other numbers."""
+    """Conversations about one example have the same numbers of Python and numpy, at every start; others have others."""
     first, again = (adder.reset(example(fault="random")).step(call(2, 2)) for _ in range(2))
     other = adder.reset(example(fault="random", seed=1)).step(call(2, 2))
-    assert first == again != other and (first.role, first.is_done) == ("user", False)
+    assert first == again and (first.role, first.is_done) == ("user", False)
+    with closing(VerifiersEnvironment(environment="adder")) as restarted:
+        assert restarted.reset(example(fault="random")).step(call(2, 2)) == first
+    assert not {*first.message.split()} & {*other.message.split()}
 
 
 def test_environment_cleans_up_after_a_cut_conversation(adder: VerifiersEnvironment, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import verifiers as vf
 from datasets import Dataset
 
@@ -53,7 +54,11 @@ class Adder(vf.ToolEnv):
                 os.kill(os.getppid(), signal.SIGKILL)
                 raise LookupError("no parent")
             case "hang":
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)
                 time.sleep(600)
+            case "children":
+                os.system(f"sleep 600 & echo $! > {state['info']['note']}")
+                os._exit(3)
             case "slow":
                 time.sleep(2)
             case "rewrite":
@@ -66,7 +71,7 @@ class Adder(vf.ToolEnv):
                 url = {"type": "image_url", "image_url": {"url": "data:,"}}
                 return [{"role": "user", "content": [url]}]
             case "random":
-                return [{"role": "user", "content": f"{random.random()}"}]
+                return [{"role": "user", "content": f"{random.random()} {numpy.random.random()}"}]
         return await super().env_response(messages, state)
 
     async def cleanup(self, state: Any, *arguments: Any) -> None:
