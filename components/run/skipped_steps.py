@@ -57,5 +57,8 @@ class SkippedSteps:
 def _suggest_remedy(step: Step) -> str:
     """Return what helps against a skipped step's reason."""
     if "loss_weight" in step.state and step.state.number("loss_weight") <= 0:
-        return "raise the length of rows or batch.global_size until all steps have tokens to learn from"
+        return (
+            "raise the length of rows or batch.global_size until all steps have tokens to learn from; for sampled "
+            "completions, see rewards and faults in rollouts.jsonl"
+        )
     return "lower the learning rate or clip more"

@@ -29,7 +29,6 @@ from drawloom.graph.component import (
     is_port_or_component,
     read_annotations,
 )
-from drawloom.graph.foreign_names import fold_name
 from drawloom.graph.problems import Problem, RecipeError, did_you_mean, find_nearest
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 
@@ -84,6 +83,8 @@ def _find_similar_component(rest: str, names: list[str]) -> str | None:
 
 def _has_part_beginning_with(word: str, use: str) -> bool:
     """Return whether a part of a component's name begins with a word, as `pipeline.schedules.zero_bubble_v` does."""
+    from drawloom.graph.foreign_names import fold_name  # few names are unknown
+
     beginning = fold_name(word)
     return len(beginning) > 2 and any(fold_name(part).startswith(beginning) for part in use.split("."))
 

@@ -118,7 +118,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         {"attrs", "torch"},
     ),
     # An extra, imported by a process of its own.
-    "components.environments": (BELOW, {"attrs", "verifiers"}),
+    "components.environments": (BELOW, {"attrs", "numpy", "verifiers"}),
     # An extra, imported when a reward for JSON opens.
     "components.rewards": (BELOW, {"attrs", "jsonschema", "torch"}),
     # Adapters take the place of layers.
