@@ -201,8 +201,9 @@ class HybridConfig(DeltaConfig):
 
     def join_tensors(self, name: str) -> Iterator[Mapper]:
         """Yield the mappers that join a delta net's projections, and its convolutions to one (channels, 1, taps)."""
-        net, is_net, _ = name.partition(".A_log")
-        if is_net:
+        # Called for every parameter name: A_log, of which a net has one, stands for the net.
+        if name.endswith(".A_log"):
+            net = name.removesuffix(".A_log")
             convolution, parts = f"{net}.conv1d.weight", [f"{net}.conv_{part}" for part in "qkv"]
             joined = concatenate(parts, convolution, sizes=self.delta.channels)
             yield sequential(joined, unsqueeze(convolution, 1))
