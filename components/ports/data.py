@@ -90,15 +90,8 @@ class TokenBatch(Batch):
         whole = torch.empty(rows, length, dtype=torch.int64, device="meta")
         ids = torch.empty(rows, length, PLANNED_TEACHER_TOKENS, dtype=torch.int64, device="meta")
         logps = torch.empty(rows, length, PLANNED_TEACHER_TOKENS + 1, device="meta")  # and all other tokens
-        return cls(
-            tokens=whole,
-            targets=whole,
-            positions=whole,
-            document_ids=whole,
-            weights=torch.empty_like(whole, dtype=torch.float32),
-            teacher_ids=ids,
-            teacher_logps=logps,
-        )
+        weights = torch.empty_like(whole, dtype=torch.float32)
+        return cls(whole, whole, whole, whole, weights, teacher_ids=ids, teacher_logps=logps)
 
     def has_one_document_per_row(self) -> bool:
         """Return whether the host knows that every row is one document; False if the ids are on a GPU."""
