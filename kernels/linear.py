@@ -36,7 +36,7 @@ class _Linear(Function):
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.weight_gradient = weight_gradient
         y = F.linear(x, weight, bias)
-        # With a bias torch returns a view, and callers may not change a view that a Function returns in place.
+        # With a bias, F.linear returns a view. Autograd forbids in-place changes to a view that a Function returns.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod

@@ -129,18 +129,24 @@ class LoraLinear(Linear, LowRankLayer):
         low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
         change = self.kernels.linear(low * self.options.scale, self.lora_B)  # scaling `low` moves the fewest bytes
         if self.options.dora:
-            weight = self.decode_weight(self.weight)
-            scale = compute_dora_scale(
-                weight,
-                self.lora_A,
-                self.lora_B,
-                self.options.scale,
-                self.lora_magnitude,
-                self._ranks_splitting_each_weight_row,
-            )
-            plain = self.multiply_by_weight(dropped) if dropped is not x or self.bias is not None else y
-            change = (scale - 1).to(y.dtype) * plain + scale.to(y.dtype) * change
+            # y has the bias, and inputs without dropout.
+            base_product = self.multiply_by_weight(dropped) if dropped is not x or self.bias is not None else y
+            change = self._apply_dora(base_product, change, y.dtype)
         return y + change.to(y.dtype)
+
+    def _apply_dora(self, base_product: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
+        """
+        Return scale * (W x + change) - W x, given `base_product` W x; the scale is magnitude / row norm, in `dtype`.
+        """
+        scale = compute_dora_scale(
+            self.decode_weight(self.weight),
+            self.lora_A,
+            self.lora_B,
+            self.options.scale,
+            self.lora_magnitude,
+            self._ranks_splitting_each_weight_row,
+        )
+        return (scale - 1).to(dtype) * base_product + scale.to(dtype) * change
 
     def head(self) -> Head:
         """Return the layer as a model's head."""

@@ -326,7 +326,7 @@ def mark_blocked_and_convert_errors(
             yield
         except RuntimeError as error:
             collective = f"{operation} in group {name} (ranks {', '.join(map(str, ranks))})"
-            raise _diagnose_collective_error(error, collective, monitor) from error
+            raise _begin_recovery_and_diagnose(error, collective, monitor) from error
 
 
 def convert_if_collective_error(error: Exception, monitor: RankMonitor) -> Exception:
@@ -335,14 +335,17 @@ def convert_if_collective_error(error: Exception, monitor: RankMonitor) -> Excep
     `error`.
     """
     is_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
-    return _diagnose_collective_error(error, "a collective", monitor) if is_collective else error
+    return _begin_recovery_and_diagnose(error, "a collective", monitor) if is_collective else error
 
 
-def _diagnose_collective_error(error: Exception, operation: str, monitor: RankMonitor) -> UserError:
-    """Return a UserError with the ranks to blame, or a guess, and torch's message."""
+def _begin_recovery_and_diagnose(error: Exception, operation: str, monitor: RankMonitor) -> UserError:
+    """
+    Mark this rank as recovering, declare awaited ranks lost after a timeout, and return a UserError with the ranks to
+    blame, or a guess, and torch's message. Takes about a second.
+    """
     monitor.is_recovering = True
     message = str(error).strip().splitlines()[0]
-    if monitor.on_loss is not None and "imed out" in message:
+    if monitor.on_loss is not None and "imed out" in message:  # gloo: Timed out, NCCL: timed out
         monitor.declare_awaited_ranks_lost()
     cause = monitor.describe_ranks_to_blame() or "most likely another process stopped"
     return UserError(f"{operation} failed on rank {monitor.rank}: {cause}; see its log. torch says: {message}")

@@ -16,6 +16,7 @@ from drawloom.components.environments import tool_process
 from drawloom.ports import Example, Reply, Tool
 
 TAGS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+# The second alternative matches an unclosed or malformed call.
 BRACKETS = re.compile(r"\[(?:(\w+) (.*?)\]|.*)", re.DOTALL)
 FORMS = {"tags": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>', "brackets": "[name argument]"}
 """Calls as a message to a model shows them."""
@@ -108,7 +109,10 @@ class ToolEnvironment:
         return Reply(message, is_done=not calls, faults=faults, role="tool")
 
     def _read_calls(self, text: str) -> Iterator[ToolCall]:
-        """Yield the calls in a text."""
+        """
+        Yield a text's calls; a bracket call's text becomes its function's first argument, and an unreadable call has no
+        name.
+        """
         if self.calls == "brackets":
             for match in BRACKETS.finditer(text):
                 parameters = [*signature(self._functions[match[1]]).parameters] if match[1] in self._functions else []

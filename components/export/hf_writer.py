@@ -355,6 +355,10 @@ def write_hugging_face_folder(
         _gather_and_log_rounding(gather_and_measure_rounding_loss(merged, parameters_by_name(stages), dtype), group)
 
     def write_other_files(folder: Path, files: list[PlannedFile]) -> None:
+        """
+        Write the config, the base folder's other files, the tokenizer and the step; the config's dtype is that of the
+        tensors not carried over from the base.
+        """
         carried = () if origin is None else origin.carried
         specs = {name: spec for file in files for name, spec in file.specs.items() if name not in carried}
         written = _write_config_with_dtype(folder, config, specs)
@@ -363,7 +367,8 @@ def write_hugging_face_folder(
             if dtype is None:
                 origin.log_wider_dtype(written)
         if tokenizer is not None:
-            others = [] if head is not None else sorted({*end_ids} - {tokenizer.eos_id})  # a classifier ends no text
+            # A classifier generates no text: the tokenizer's own end is enough.
+            others = [] if head is not None else sorted({*end_ids} - {tokenizer.eos_id})
             add_generation_end_ids(folder, [tokenizer.eos_id, *others])
             tokenizer.save(folder)  # after the config, which determines the tokenizer class of transformers
         if step is not None:

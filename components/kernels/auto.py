@@ -153,8 +153,12 @@ class AutoKernels(_OperationSettings):
         return casts
 
     @cached_property
-    def _block_attention(self) -> Any:
-        """Return the module for attention in blocks in Triton; None if the recipe or the device has another one."""
+    def _batch_invariant_attention(self) -> Any:
+        """
+        Return the Triton module for batch-invariant attention, which also attends to cached keys.
+
+        None on a CPU, without Triton, and for eager attention.
+        """
         device = self.device.device
         is_eager = self.choose_implementation_of("attention").name == "eager"
         if is_eager or device.type == "cpu" or find_unavailable_reason("triton", device):
@@ -289,9 +293,9 @@ class AutoKernels(_OperationSettings):
         return keys, values, seen[0]
 
     def choose_keys(
-        self, queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
+        self, queries: Tensor, keys: Tensor, factors: Tensor, first_key: Tensor, visible_counts: Tensor, chosen: int
     ) -> tuple[Tensor, Tensor]:
-        return self._functions["choose_keys"](queries, keys, factors, first, counts, chosen)  # type: ignore[no-any-return]
+        return self._functions["choose_keys"](queries, keys, factors, first_key, visible_counts, chosen)  # type: ignore[no-any-return]
 
     def sparse_attention(
         self, q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float
@@ -302,9 +306,9 @@ class AutoKernels(_OperationSettings):
         self, q: Tensor, cached: CachedKeys, window: int | None, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
         k, v, count = cached
-        if self._block_attention is not None and q.dtype != torch.float64:
-            blocks = self._block_attention.BlockMask(None, window, key_count=count)
-            return self._block_attention.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
+        if self._batch_invariant_attention is not None and q.dtype != torch.float64:
+            blocks = self._batch_invariant_attention.BlockMask(None, window, key_count=count)
+            return self._batch_invariant_attention.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
         visible = self._functions["causal_mask"](q.shape[1], k.shape[1], window, q.device, count)
         return self._functions["attend_to_cached"](q, k, v, visible, options, sinks)  # type: ignore[no-any-return]
 

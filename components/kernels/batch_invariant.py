@@ -92,7 +92,7 @@ class BatchInvariantKernels(AutoKernels):
             return attend_in_blocks
         if operation not in OWN:
             return super()._load_function(operation)
-        if self._block_attention is None:
+        if self._batch_invariant_attention is None:
             return {
                 "attention": BLOCKS,
                 "grouped_gemm": multiply_groups_with_padded_rows,
@@ -109,7 +109,7 @@ class BatchInvariantKernels(AutoKernels):
     def _block_attention_with_gradients(self) -> AttentionImplementation:
         """Return batch-invariant attention in Triton, with the gradients of the implementation for the GPU."""
         name = choose_implementation("attention", "auto", self.device.device).name
-        return self._block_attention.create_block_attention(load_implementation("attention", name))  # type: ignore[no-any-return]
+        return self._batch_invariant_attention.create_block_attention(load_implementation("attention", name))  # type: ignore[no-any-return]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         _refuse_wide_products(x)
@@ -131,7 +131,7 @@ class BatchInvariantKernels(AutoKernels):
         one_document_per_row: bool = False,
     ) -> Any:
         """Return the mask for `attention`. Raises UserError for a part of a row on a GPU."""
-        if part is not None and self._block_attention is not None:
+        if part is not None and self._batch_invariant_attention is not None:
             raise UserError("kernels.batch_invariant has no attention to a part of a row; write context = 1", 2)
         return super().attention_mask(documents, window, part, cache, one_document_per_row)
 

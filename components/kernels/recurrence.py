@@ -78,15 +78,19 @@ class PieceMask(NamedTuple):
         """Apply a causal convolution to x (rows, tokens, channels), behind the previous pieces' last tokens."""
         lags = weight.shape[1] - 1
         pieces = self._split_pieces(x)
-        kept = min(lags, pieces.shape[1])
-        tails = self.part.gather_pieces(pieces[:, pieces.shape[1] - kept :].view(len(x), -1, kept, x.shape[2]))
-        # The tokens before a piece end where its number of tails ends; short pieces have tokens of several before them.
-        earlier = F.pad(tails.flatten(1, 2), (0, 0, lags, 0))
-        history = torch.stack([earlier[:, piece * kept :][:, :lags] for piece in self.part.piece_indices], 1).flatten(
-            0, 1
-        )
+        history = self._gather_tokens_before_pieces(pieces, lags)
         ids = torch.cat([self._document_ids_before_pieces(lags).flatten(0, 1), self.ids.flatten(0, 1)], 1)
         return function(torch.cat([history, pieces], 1), weight, ids, silu)[:, lags:].reshape(x.shape)
+
+    def _gather_tokens_before_pieces(self, pieces: Tensor, lags: int) -> Tensor:
+        """Return the `lags` tokens before every piece, zeros before the row: (rows * pieces, lags, channels)."""
+        kept = min(lags, pieces.shape[1])
+        tails = pieces[:, pieces.shape[1] - kept :].view(-1, len(self.part.piece_indices), kept, pieces.shape[2])
+        # (rows, lags + all pieces * kept, channels): piece p's history begins at p * kept. Pieces shorter than `lags`
+        # are kept whole, so a history has tokens from several pieces.
+        padded_tails = F.pad(self.part.gather_pieces(tails).flatten(1, 2), (0, 0, lags, 0))
+        histories = [padded_tails[:, piece * kept :][:, :lags] for piece in self.part.piece_indices]
+        return torch.stack(histories, 1).flatten(0, 1)
 
     def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
         """Apply a recurrence to the states after the previous pieces."""

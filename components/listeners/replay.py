@@ -232,19 +232,28 @@ def find_earliest_rank_disagreement(
     """
     Return the earliest difference among all microbatches' results, None without any.
 
-    `results` has the digests of each rank's own microbatch, of the rank before, and of the second one before.
+    `results[rank][distance]` are the digests computed by a rank for the microbatch of the rank `distance` (0, 1 or 2)
+    before it.
     """
-    size = len(ranks)
-    differences = []
-    for owner in range(size):
-        computers = [(owner + distance) % size for distance in range(3)]
-        passes = [results[computer][distance] for distance, computer in enumerate(computers)]
-        names = [*dict.fromkeys(name for digests in passes for name in digests)]
-        name = next((name for name in names if len({digests.get(name) for digests in passes}) > 1), None)
-        if name is not None:
-            values = [(ranks[computer], digests.get(name)) for computer, digests in zip(computers, passes, strict=True)]
-            differences.append(attrs.evolve(_find_suspect_ranks(name, values), position=names.index(name)))
-    return min(differences, key=lambda difference: (difference.position, not difference.suspects), default=None)
+    by_owner = (_find_owner_difference(owner, ranks, results) for owner in range(len(ranks)))
+    return min(
+        filter(None, by_owner), key=lambda difference: (difference.position, not difference.suspects), default=None
+    )
+
+
+def _find_owner_difference(
+    owner: int, ranks: Sequence[int], results: Sequence[Sequence[Digests]]
+) -> ReplayDifference | None:
+    """Return the earliest difference among the three results for the microbatch of the rank at index `owner`."""
+    computers = [(owner + distance) % len(ranks) for distance in range(3)]
+    digests_by_computer = [results[computer][distance] for distance, computer in enumerate(computers)]
+    names = [*dict.fromkeys(name for digests in digests_by_computer for name in digests)]
+    for position, name in enumerate(names):
+        values = [digests.get(name) for digests in digests_by_computer]
+        if len({*values}) > 1:
+            by_rank = [(ranks[computer], value) for computer, value in zip(computers, values, strict=True)]
+            return attrs.evolve(_find_suspect_ranks(name, by_rank), position=position)
+    return None
 
 
 def _find_suspect_ranks(tensor: str, values: Sequence[tuple[int, str | None]]) -> ReplayDifference:

@@ -180,7 +180,7 @@ class MultiToken(NextToken):
             raise UserError(f"{text}; leave layers out to begin with random ones", 2)
         return source
 
-    def _fill(self, path: str, owner: nn.Module, reset: Callable[[], None] | None) -> None:
+    def _fill_module(self, path: str, owner: nn.Module, reset: Callable[[], None] | None) -> None:
         """Fill a module in the extra layers from the folder, or like the model's, seeded by torch's generator."""
         if reset is not None:
             reset()
@@ -203,9 +203,11 @@ class MultiToken(NextToken):
         with torch.device("meta"):
             eps = config.get("rms_norm_eps", 1e-6)
             module = nn.ModuleList([PredictionLayer(self.model, width, eps) for _ in range(self.depth)])
+        # Materializing the stages calls every module's reset_parameters. Ours fills it from `layers`, or like the
+        # model's layers.
         for path, owner in module.named_modules():
             reset = owner.reset_parameters if isinstance(owner, BufferOwner) else None
-            owner.reset_parameters = partial(self._fill, path, owner, reset)
+            owner.reset_parameters = partial(self._fill_module, path, owner, reset)
         return module
 
     def count_forward_flops(self, model: CountsFlops) -> ForwardFlops:

@@ -103,20 +103,21 @@ class SharedMatrices:
         self._owned_shares = [share for share in self._shares if share.owner == ranks.rank]
         self._exchanges = any(share.parts.count(None) < ranks.size - 1 for share in self._shares)
 
-    def orthogonalize(self, updates: Mapping[str, Tensor], ns_steps: int) -> dict[str, Tensor]:
+    def orthogonalize_slices(self, updates: Mapping[str, Tensor], ns_steps: int) -> dict[str, Tensor]:
         """Return the orthogonalised matrices' slices by name, given the slices; bfloat16. A collective."""
         outputs = {name: torch.empty_like(update, dtype=torch.bfloat16) for name, update in updates.items()}
         received = self._exchange_parts_with_owners(updates)
-        results: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
-        for number, share in enumerate(self._owned_shares):
-            parts = {rank: received[number, rank] for rank in share.sender_ranks}
+        # Pieces are in the order of the shares, in which their receivers split them.
+        pieces_by_rank: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
+        for share_index, share in enumerate(self._owned_shares):
+            parts = {rank: received[share_index, rank] for rank in share.sender_ranks}
             result = orthogonalize(self._assemble_matrices(share, updates[share.name], parts), ns_steps)
             for rank, part in enumerate(share.parts):
                 if part is not None and rank == self._ranks.rank:
                     outputs[share.name][part.index(self._slices[share.name])] = result[part.index(share.region)]
                 elif part is not None:
-                    results[rank].append(result[part.index(share.region)].reshape(-1))
-        self._exchange_results_into_outputs(results, outputs)
+                    pieces_by_rank[rank].append(result[part.index(share.region)].reshape(-1))
+        self._exchange_results_into_outputs(pieces_by_rank, outputs)
         return outputs
 
     def _exchange_parts_with_owners(self, updates: Mapping[str, Tensor]) -> dict[tuple[int, int], Tensor]:
@@ -373,7 +374,7 @@ class MuonStep(WideGradientStep):
         if not self._updates:
             self.update_momentum()
         updates, self._updates = self._updates, {}
-        directions = self._shared.orthogonalize(updates, self.defaults["ns_steps"]) if updates else {}
+        directions = self._shared.orthogonalize_slices(updates, self.defaults["ns_steps"]) if updates else {}
         for group in self.param_groups:
             for part in group["params"]:
                 name = self._names[part]

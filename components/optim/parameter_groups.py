@@ -68,8 +68,8 @@ def create_param_groups(
     """
     Return torch's parameter groups: `params`, `weight_decay`, `lr_multiplier`, `width`, and explicit options.
 
-    Roles' scaling multiplies these options as AdamW needs it, and `eps`, which then is an option, too. `width` is the
-    scaling's own.
+    A role's scaling multiplies `lr_multiplier` and `eps`, which is an option only if it is scaled, and divides
+    `weight_decay`, so lr * weight_decay stays the same. `width` is the scaling's width ratio.
 
     Every trained parameter is in one group. Parameters without a group, and then every group's parameters, form two
     torch groups, or more if roles are scaled: matrices, and parameters of other roles, without weight decay. Groups may
@@ -85,7 +85,7 @@ def create_param_groups(
         for is_matrix, decay in ((True, weight_decay), (False, 0.0)):
             chosen = [(part, roles[name].scaling) for name, part in members if roles[name].is_matrix == is_matrix]
             for scaling in dict.fromkeys(scaling for _, scaling in chosen) or (UNSCALED,):
-                params = [part for part, own in chosen if own == scaling]
+                params = [part for part, part_scaling in chosen if part_scaling == scaling]
                 scaled = _scale_options({"weight_decay": decay} | options, scaling, eps)
                 torch_groups.append({"params": params} | scaled)
     return torch_groups

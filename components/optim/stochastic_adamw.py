@@ -114,7 +114,7 @@ class StochasticAdamW(HostStates):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Warn about groups without a parameter, and require a GPU for Triton."""
+        """Report unmatched groups, and settings that exclude each other, or do not suit the device or the precision."""
         yield from super().constraints(node)
         yield from warn_unmatched_patterns(node)
         device = node.neighbour("device")
@@ -140,14 +140,14 @@ class StochasticAdamW(HostStates):
         groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, self.eps)
         decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
         for name, parameter in named:
-            first, width, stride = compute_flat_slice_layout(slices[name])
+            first_index, row_width, row_stride = compute_flat_slice_layout(slices[name])
             self._params[name] = ParamState(
                 parameter.detach(),
                 weight_decay=decay[parameter],
                 key=derive_seed(self.job.seed, "stochastic_adamw", name),
-                first=first,
-                width=width,
-                stride=stride,
+                first_index=first_index,
+                row_width=row_width,
+                row_stride=row_stride,
                 **state[name],
             )
         streamed_parameters = {parameter for name, parameter in named if name in on_host}

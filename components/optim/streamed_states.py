@@ -93,7 +93,7 @@ def allocate_state_in_host_memory(
 def cut_ranges_by_state_bytes(number: int, param: ParamState, size: int) -> Iterator[Range]:
     """Yield ranges of a weight whose state takes at most `size` bytes; at least one row, or `PIECE` elements."""
     state = {name: tensor.view(-1) for name, tensor in list_state_tensors(param).items()}
-    unit, count = PIECE if param.is_one_flat_range else param.width, param.weight.numel()
+    unit, count = PIECE if param.is_one_flat_range else param.row_width, param.weight.numel()
     if param.has_8bit_moments:
         # An even number of whole rows, since blocks end with rows.
         unit = math.lcm(PER_DRAW * param.weight.shape[-1], unit if not param.is_one_flat_range else 1)
@@ -271,12 +271,17 @@ class StreamedTorchStep:
 
 
 def _slice_param_state(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:
-    """Return a weight's range as its own ParamState, with the same noise as within the whole weight."""
-    before = part.start if param.is_one_flat_range else part.start // param.width * param.stride
-    width = ALL if param.is_one_flat_range else param.width
+    """
+    Return a weight's range as its own ParamState, with the same noise as within the whole weight.
+
+    Unless the weight is one flat range, `part` begins at a row. `state` is the range's flat state on the device.
+    """
+    index_offset = part.start if param.is_one_flat_range else part.start // param.row_width * param.row_stride
+    row_width = ALL if param.is_one_flat_range else param.row_width
     weight = param.weight.view(-1)[part.start : part.stop]
     if param.has_8bit_moments:
         rows = weight.numel() // param.weight.shape[-1]
         weight, state = weight.view(rows, -1), {name: tensor.view(rows, -1) for name, tensor in state.items()}
-    changes: dict[str, Any] = {"weight": weight, "first": param.first + before, "width": width, **state}
+    first_index = param.first_index + index_offset
+    changes: dict[str, Any] = {"weight": weight, "first_index": first_index, "row_width": row_width, **state}
     return replace(param, **changes)

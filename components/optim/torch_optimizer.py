@@ -207,9 +207,10 @@ class TorchOptimizer(HostStates):
             self._transfers.synchronize()
         from drawloom.components.optim.named_state import load_named_state
 
-        load_named_state(self._optimizers, self.parameters.named_parameters(), state, self._host_state)
-        for name, own in self._host_state.items():
-            for key, tensor in own.items():
+        load_named_state(self._optimizers, self.parameters.named_parameters(), state, omitted=self._host_state)
+        # load_named_state would put these moments on the device. They are zero before the first step.
+        for name, moments in self._host_state.items():
+            for key, tensor in moments.items():
                 saved = state[name].get(key) if state else None
                 tensor.zero_() if saved is None else tensor.copy_(saved)
         for streamed in self._streamed.values():

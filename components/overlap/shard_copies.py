@@ -159,8 +159,9 @@ class SharedParts:
         received = [parts.new_empty(len(parts) - 1, parts.shape[1]) for parts in tensors]
         slots = [[*_view_slots(part, received)] for part in self.memory.parts]
 
-        def copy() -> None:
+        def publish_and_copy_parts() -> None:
             self.memory.barrier()  # no rank reads the last unit's parts any more
+            # A rank's slots have a part for every other rank, in order.
             for parts, slot in zip(tensors, slots[own], strict=True):
                 slot[:own].copy_(parts[:own])
                 slot[own:].copy_(parts[own + 1 :])
@@ -168,9 +169,14 @@ class SharedParts:
             for peer in range(self.group.size):
                 if peer != own:
                     for rows, slot in zip(received, slots[peer], strict=True):
-                        rows[peer - (peer > own)].copy_(slot[own - (own > peer)])
+                        rows[_index_without(peer, own)].copy_(slot[_index_without(own, peer)])
 
-        return received, [self._stream.start(copy)]
+        return received, [self._stream.start(publish_and_copy_parts)]
+
+
+def _index_without(rank: int, left_out: int) -> int:
+    """Return a rank's index among all ranks but `left_out`."""
+    return rank - (rank > left_out)
 
 
 def _count_bytes(tensors: Iterable[Tensor]) -> int:

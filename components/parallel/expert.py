@@ -53,12 +53,12 @@ class ExpertDimension(Dimension):
         yield f"experts: partitioned over {sizes.expert} ranks{sharded}"
 
     def describe(self, whole: nn.Module) -> Iterator[str]:
-        """Yield which dispatcher sends tokens to their experts."""
+        """Yield the name of the experts' dispatcher, after setting default dispatchers in `whole`, a model on meta."""
         if self.mesh.sizes.expert == 1:
             return
         from drawloom.components.parallel.split_experts import set_default_dispatchers
 
-        for dispatcher in set_default_dispatchers(whole, self.mesh)[:1]:
+        for dispatcher in set_default_dispatchers(whole, self.mesh)[:1]:  # all layers have the same kind
             module = type(dispatcher).__module__.removeprefix("drawloom.components.")
             yield f"{module} between {self.mesh.sizes.expert} ranks"
 

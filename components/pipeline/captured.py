@@ -262,7 +262,7 @@ class GradientSums:
     """Parameter gradients at fixed addresses for graphs: the same tensors in every step."""
 
     _sums: dict[nn.Parameter, Tensor] = attrs.field(factory=dict)
-    _left: dict[Tensor, Tensor | None] = attrs.field(factory=dict)  # by sum, the gradient that it replaced
+    _replaced_gradients: dict[Tensor, Tensor | None] = attrs.field(factory=dict)  # by sum
 
     def adopt_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take the parameters' current gradients, if any, as the sums to reuse in all later steps."""
@@ -278,20 +278,24 @@ class GradientSums:
                 self._sums[parameter] = sums
 
     def attach_to_parameters(self) -> None:
-        """Set the sums as their parameters' `.grad`, and remember the replaced gradients."""
+        """
+        Set the sums as their parameters' `.grad`, and remember the replaced gradients.
+
+        Newly attached sums have old values until `restore_or_zero_sums`; graphs are recorded in between.
+        """
         for parameter, summed in self._sums.items():
             if parameter.grad is not summed:
-                self._left[summed] = parameter.grad
+                self._replaced_gradients[summed] = parameter.grad
                 parameter.grad = summed
 
     def restore_or_zero_sums(self) -> None:
         """Set newly attached sums to the replaced gradients, or to zero."""
-        if self._left:  # torch refuses an empty list
-            torch._foreach_zero_(list(self._left))
-        for summed, grad in self._left.items():
+        if self._replaced_gradients:  # torch refuses an empty list
+            torch._foreach_zero_(list(self._replaced_gradients))
+        for summed, grad in self._replaced_gradients.items():
             if grad is not None:
                 summed.copy_(grad)
-        self._left = {}
+        self._replaced_gradients = {}
 
 
 @attrs.define(eq=False)

@@ -146,7 +146,7 @@ def _measure_calibration_lines(device: torch.device, sizes: CalibrationSizes, se
     yield f"link = {known.link / 1e9:.6g}"
     yield f"network = {known.network / 1e9:.6g}"
     yield f"host_link = {_measure_host_link_bandwidth(device, sizes.vector // 2, seconds) / 1e9:.6g}"
-    launch, host = _measure_launch_seconds(device, seconds)
+    launch, host = _estimate_launch_and_host(device, seconds)
     yield "\n[reached]"
     yield "products = 1.0"
     yield f"attention = {speeds.attention / speeds.products:.4g}"
@@ -312,8 +312,13 @@ def _assume_reachable_bandwidth_fraction(device: torch.device) -> float:
     return MEMORY_REACHED if device.type == "cuda" else 1.0
 
 
-def _measure_launch_seconds(device: torch.device, seconds: float) -> tuple[float, float]:
-    """Return the seconds that a small operation takes on the device, and on the issuing host; a CPU is both."""
+def _estimate_launch_and_host(device: torch.device, seconds: float) -> tuple[float, float]:
+    """
+    Return an operation's least seconds on the device, and the host's seconds to issue an operation.
+
+    On a CPU, the first is a measured small operation's time, and the second 0. On a GPU, the first is not measured, but
+    the default of `Reached`; the second is derived from measured host-bound layers.
+    """
     if device.type == "cpu":
         x = torch.zeros(16)
         return _measure_seconds_per_call(device, lambda: x.add_(1), seconds, 1000), 0.0
@@ -325,7 +330,7 @@ def _measure_launch_seconds(device: torch.device, seconds: float) -> tuple[float
         start = time.perf_counter()
         layers()
         times.append(time.perf_counter() - start)
-    return 3e-6, HOST_TIME_RATIO * statistics.median(times) / _count_planned_host_operations()
+    return Reached().launch, HOST_TIME_RATIO * statistics.median(times) / _count_planned_host_operations()
 
 
 def _make_host_bound_pass(device: torch.device) -> Callable[[], object]:

@@ -133,8 +133,8 @@ class Stager(Protocol):
 
     def stage(self, state_dict: NodeState) -> NodeState | Future[NodeState]:
         """
-        Return a copy of the state dict, or its future. The copy's memory is not reused while any copied tensor is
-        alive.
+        Return the state dict to write, or its future: a copy if `makes_copies`, whose memory is not reused while any
+        copied tensor is alive, otherwise the state itself.
 
         Raises TypeError, with the path, for a value that can't be copied.
         """

@@ -19,6 +19,9 @@ IGNORE_INDEX = -100
 MAX_LENGTH = 100_000_000
 """The maximum sequence length: ten times the longest contexts in use."""
 
+PLANNED_TEACHER_TOKENS = 64
+"""Teacher tokens per position in plans, which do not know the stored number."""
+
 
 class TokenBatch(Batch):
     """
@@ -83,10 +86,10 @@ class TokenBatch(Batch):
 
     @classmethod
     def make_meta_batch(cls, rows: int, length: int) -> Self:
-        """Return a batch on the meta device, without a reference, and with 64 teacher tokens per position."""
+        """Return a batch on the meta device, without a reference, and with `PLANNED_TEACHER_TOKENS` per position."""
         whole = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        ids = torch.empty(rows, length, 64, dtype=torch.int64, device="meta")
-        logps = torch.empty(rows, length, 65, device="meta")
+        ids = torch.empty(rows, length, PLANNED_TEACHER_TOKENS, dtype=torch.int64, device="meta")
+        logps = torch.empty(rows, length, PLANNED_TEACHER_TOKENS + 1, device="meta")  # and all other tokens
         weights = torch.empty_like(whole, dtype=torch.float32)
         return cls(whole, whole, whole, whole, weights, teacher_ids=ids, teacher_logps=logps)
 

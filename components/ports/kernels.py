@@ -205,16 +205,16 @@ class Kernels(Protocol):
         """
 
     def choose_keys(
-        self, queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
+        self, queries: Tensor, keys: Tensor, factors: Tensor, first_key: Tensor, visible_counts: Tensor, chosen: int
     ) -> tuple[Tensor, Tensor]:
         """
         Choose the `chosen` visible keys with the best scores for each token.
 
         queries: (rows, length, heads, width); keys: (rows, keys, width); factors: (rows, length, heads). A score is the
-        sum over heads of factor * relu(query . key). A token sees `counts` keys from the index `first` on, int32 (rows,
-        length); the last `length` keys are the tokens' own or come after them. The choice, int32 (rows, length,
-        chosen), has indices of keys, and -1 behind them if there are fewer. Its scores have this shape, are at least
-        float32, and -inf without a key.
+        sum over heads of factor * relu(query . key). A token sees `visible_counts` keys from the index
+        `first_key` on, int32 (rows, length); the last `length` keys are the tokens' own or come after them. The choice,
+        int32 (rows, length, chosen), has indices of keys, and -1 behind them if there are fewer. Its scores have this
+        shape, are at least float32, and -inf without a key.
         """
         ...
 

@@ -364,14 +364,19 @@ def _find_config(value: Any) -> Path | None:
 
 
 def _can_use_generated_rows(graph: Graph) -> bool:
-    """Return whether the only packing makes rows of tokens, and the loss reads nothing else."""
+    """
+    Return whether `proving.rows` can replace the only dataset: it makes token batches, and the loss reads no other
+    leaves.
+    """
     packings, losses = graph.implementers(PackedDataset), graph.implementers(Loss)
+    # An installed package's dataset is kept: components outside of drawloom are the ones to prove.
     if len(packings) != 1 or len(losses) != 1 or graph.nodes[packings[0]].spec.distribution:
         return False
-    rows, loss = graph.nodes[packings[0]].spec.cls, graph.nodes[losses[0]].spec.cls
-    makes_tokens = isinstance(rows, WritesBatches) and rows.batch_type is TokenBatch
-    reads = set(loss.batch_leaves) if isinstance(loss, ReadsLeaves) else {"unknown"}
-    return makes_tokens and reads <= LEAVES and not (uses_preference_pairs(loss) or uses_unpaired_answers(loss))
+    dataset_class, loss_class = graph.nodes[packings[0]].spec.cls, graph.nodes[losses[0]].spec.cls
+    makes_tokens = isinstance(dataset_class, WritesBatches) and dataset_class.batch_type is TokenBatch
+    reads = set(loss_class.batch_leaves) if isinstance(loss_class, ReadsLeaves) else {"unknown"}
+    reads_pairs = uses_preference_pairs(loss_class) or uses_unpaired_answers(loss_class)
+    return makes_tokens and reads <= LEAVES and not reads_pairs
 
 
 def merge_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,8 @@ class Ettr:
     such as `detect`.
     """
 
-    learned: float
-    wall: float
+    productive_seconds: float
+    wall_seconds: float
     lost_steps: int
     processes: int
     recoveries: int = 0
@@ -40,10 +40,12 @@ class Ettr:
     @property
     def productive_time_fraction(self) -> float:
         """Productive time fraction, at most 1."""
-        return min(1.0, self.learned / self.wall)  # the log rounds times to seconds
+        return min(1.0, self.productive_seconds / self.wall_seconds)  # the log rounds times to seconds
 
     def __str__(self) -> str:
-        learned, wall = (timedelta(seconds=round(seconds)) for seconds in (self.learned, self.wall))
+        productive, wall = (
+            timedelta(seconds=round(seconds)) for seconds in (self.productive_seconds, self.wall_seconds)
+        )
         lost = f", {self.lost_steps:,} steps lost and done again" if self.lost_steps else ""
         processes = f", {self.processes} processes" if self.processes > 1 else ""
         share = f"{self.productive_time_fraction:.1%} in steps that count"
@@ -52,20 +54,20 @@ class Ettr:
             parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.recovery_seconds.items())
             steps = "1 step" if self.recoveries == 1 else f"{self.recoveries:,} steps"
             recovered = f", {steps} repeated in memory within {sum(self.recovery_seconds.values()):.2f} s ({parts})"
-        return f"{share}: {learned} of {wall} since the start{processes}{lost}{recovered}"
+        return f"{share}: {productive} of {wall} since the start{processes}{lost}{recovered}"
 
 
 def compute_ettr(log: RunLog, metrics: Metrics) -> Ettr | None:
-    """Compute a run's ratio from its log and metrics; None if they lack times or steps."""
+    """Compute a run's effective training time ratio (ETTR) from its log and metrics; None without times or steps."""
     if not log.first or not len(metrics.steps) or metrics.total_seconds_by_step[-1] <= 0:
         return None
     first, last = (datetime.strptime(time, TIME_FORMAT) for time in (log.first, log.last))
-    if (wall := (last - first).total_seconds()) <= 0:
+    if (wall_seconds := (last - first).total_seconds()) <= 0:
         return None
     values = _list_recovery_seconds_by_part(metrics)
     return Ettr(
-        learned=float(metrics.total_seconds_by_step[-1]),
-        wall=wall,
+        productive_seconds=float(metrics.total_seconds_by_step[-1]),
+        wall_seconds=wall_seconds,
         lost_steps=log.lost,
         processes=log.starts,
         recoveries=max(map(len, values.values()), default=0),

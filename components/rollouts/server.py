@@ -9,7 +9,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
 from pathlib import Path
@@ -591,18 +591,24 @@ class ServerRollouts:
             self._server.check_scaled_logps(self._name, rows[0].prompt, self.temperature)
             self._has_checked_temperature = True
         done: dict[int, Sampled] = {}
-        waited = 0
-        while (fault := self._sample_missing_rows(rows, turns, done, is_again=waited > 0)) is not None:
+        fault_count = 0
+        while (fault := self._fill_missing_rows(rows, turns, done, fault_count > 0)) is not None:
             with self._update:
-                self._served = self._send_reload_with_retries(self._served.purpose, self._served.step, fault, waited)
-            waited += 1
-        largest = max((max(row.ids) for row in done.values()), default=0)
+                self._served = self._send_reload_with_retries(
+                    self._served.purpose, self._served.step, fault, fault_count
+                )
+            fault_count += 1
+        self._check_token_ids(done.values())
+        return [done[row] for row in range(len(rows))]
+
+    def _check_token_ids(self, sampled: Iterable[Sampled]) -> None:
+        """Raise UserError for a sampled token that the policy does not have."""
+        largest = max((max(row.ids) for row in sampled), default=0)
         if largest >= self.model.vocab_size:
             text = f"{self.url}: the server sampled the token {largest}, and the policy has {self.model.vocab_size}"
             raise UserError(f"{text}; let the server start from the same model")
-        return [done[row] for row in range(len(rows))]
 
-    def _sample_missing_rows(
+    def _fill_missing_rows(
         self, rows: Sequence[_RowToComplete], turns: Turns | None, done: dict[int, Sampled], is_again: bool
     ) -> ServerFaultError | None:
         """

@@ -197,7 +197,8 @@ class TurnRollouts:
             return [int(number) for number in self.tokenizer.encode(content)]
         try:
             ids = self.prompts.encode_message_after_answer({"role": reply.role, "content": content})
-        except UserError as error:  # of this message: the template was checked
+        # A UserError would end the run; `check_before_open` has checked the template, so this ends the conversation.
+        except UserError as error:
             raise ValueError(f"{error}") from error
         return [int(number) for number in ids]
 

@@ -132,7 +132,7 @@ class PrefixGroups(NamedTuple):
     @classmethod
     def merge(cls, values: Sequence[Tensor], is_target: Tensor, group_size: int) -> Self:
         """
-        Merge `group_size` texts in succession.
+        Group every `group_size` consecutive texts, sorted as in their trie.
 
         values: (rows, length, ...), first the ids; equal tokens have all values equal.
         """
@@ -142,10 +142,11 @@ class PrefixGroups(NamedTuple):
         for first_row in range(0, len(ids), group_size):
             rows = [row for row in range(first_row, first_row + group_size) if stops[row]]
             rows.sort(key=lambda row: ids[row][: stops[row]])
-            texts = [[numbers[row, : stops[row]] for numbers in values] for row in rows]
-            common = [0, *(min(map(count_common_tokens, *pair)) for pair in pairwise(texts))]
-            counts = zip(rows, common, strict=False)  # a group without targets has no rows
-            groups.append([SharedText(row * length, stops[row], max(count - 1, 0)) for row, count in counts])
+            texts = [[tensor[row, : stops[row]] for tensor in values] for row in rows]
+            common_lengths = [0, *(min(map(count_common_tokens, *pair)) for pair in pairwise(texts))]
+            pairs = zip(rows, common_lengths, strict=False)  # a group without targets has no rows
+            # The last common token has another target in each text, so it is not shared.
+            groups.append([SharedText(row * length, stops[row], max(common - 1, 0)) for row, common in pairs])
         return cls(is_target, groups)
 
     def measure_longest_tree(self) -> int:

@@ -29,7 +29,7 @@ class Background:
 
     def __init__(self, name: str, queue_size: int, on_error: Callable[[Exception], None], final_task: Task) -> None:
         self._tasks: queue.Queue[Task | None] = queue.Queue(queue_size)
-        self._failed = on_error
+        self._on_error = on_error
         self._last = final_task
         # a daemon, so that a task that hangs does not keep the process alive
         self._thread = threading.Thread(target=self._run_tasks, name=name, daemon=True)
@@ -72,11 +72,11 @@ class Background:
         self._run_task(self._last)
 
     def _run_task(self, task: Task) -> None:
-        """Run a task, and pass its exception to `failed`."""
+        """Run a task, and pass its exception to `on_error`."""
         try:
             task()
         except Exception as error:
-            self._failed(error)
+            self._on_error(error)
 
 
 def import_tracker_package(tracker: str, package: str, *modules: str, remark: str = "") -> Any:

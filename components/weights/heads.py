@@ -51,7 +51,10 @@ def read_score_head(folder: Path, outputs: Sequence[str], width: int) -> Tensor:
 
 
 def find_score_head_rows(folder: Path, outputs: Sequence[str]) -> list[int]:
-    """Return a folder's head's rows for `outputs`, by their names. Raises UserError if its outputs are others."""
+    """
+    Return, for every name in `outputs`, its row in the folder's score head; the rows in order if the folder has no
+    names, or one output. Raises UserError if the names or their number differ.
+    """
     spec = open_safetensors_folder(folder).specs().get(SCORE)
     if spec is None or spec.shape[0] != len(outputs):
         content = "no" if spec is None else f"{spec.shape[0]} outputs in"

@@ -193,21 +193,22 @@ def _complete_choices(field: Field, path: KeyPath) -> Iterator[Completion]:
     yield from (Completion(text, "value", "default" if text == default_text else "") for text in choices)
 
 
-def _find_part_type(kind: Any, path: KeyPath) -> Any:
-    """Return the type for a part of a value, or Any if it is unknown."""
+def _find_part_type(value_type: Any, path: KeyPath) -> Any:
+    """Return the type at `path` inside a value's type; for a union, its attrs class if it has one. Any if unknown."""
     for step in path:
-        for member in union_members_except_none(kind):
+        for member in union_members_except_none(value_type):
+            # tuple[X, ...] and list[X] have one item type for all indices
             inner = [argument for argument in typing.get_args(member) if argument is not Ellipsis]
             if inner:  # item types of an array, or the key and value types of a table
-                kind = inner[min(step, len(inner) - 1) if isinstance(step, int) else -1]
+                value_type = inner[min(step, len(inner) - 1) if isinstance(step, int) else -1]
                 break
             if isinstance(step, str) and attrs.has(member):
                 fields = {field.alias: field.type for field in attrs.fields(attrs.resolve_types(member))}
-                kind = fields.get(step, Any)
+                value_type = fields.get(step, Any)
                 break
         else:
             return Any
-    return next((member for member in union_members_except_none(kind) if attrs.has(member)), kind)
+    return next((member for member in union_members_except_none(value_type) if attrs.has(member)), value_type)
 
 
 def _describe_node(meaning: Meaning, name: str) -> str:

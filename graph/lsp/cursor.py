@@ -30,6 +30,9 @@ MAX_BLANKED_LINES = 5
 
 _CLOSING = {"[": "]", "{": "}"}
 
+KEY_MARK_VALUE = 0
+"""Value of the mark where it is a key."""
+
 
 @attrs.frozen
 class Cursor:
@@ -73,18 +76,13 @@ def _find_token_range(pattern: re.Pattern[str], text: str, line_start: int, offs
 
 
 def _find_token_kind_and_path(text: str, start: int, line_start: int) -> tuple[Kind, KeyPath] | None:
-    """Return the kind and path for a token starting here. A key's path ends in MARK."""
+    """Return the kind and path for a token starting here. A key's or header's path ends in MARK."""
     before = text[:start]
     for _ in range(MAX_BLANKED_LINES):
-        closers: list[str] = []
-        for bracket in BRACKET.finditer(before):
-            if bracket[0] in _CLOSING:
-                closers.append(_CLOSING[bracket[0]])
-            elif bracket[0] in "]}" and closers:
-                closers.pop()
-        closing = "".join(reversed(closers))
+        closing = _list_missing_brackets(before)
         failures = []
-        for mark in ('"\\u0000mark" = 0', '"\\u0000mark"'):
+        # First as a key, which needs a value; then as a value, or as a header's part.
+        for mark in (f'"\\u0000mark" = {KEY_MARK_VALUE}', '"\\u0000mark"'):
             try:
                 return _find_kind_and_path_of_mark(tomli.loads(f"{before}{mark}{closing}"))
             except tomli.TOMLDecodeError as error:
@@ -100,6 +98,17 @@ def _find_token_kind_and_path(text: str, start: int, line_start: int) -> tuple[K
     return None
 
 
+def _list_missing_brackets(text: str) -> str:
+    """Return the closing brackets missing in a text."""
+    closers: list[str] = []
+    for bracket in BRACKET.finditer(text):
+        if bracket[0] in _CLOSING:
+            closers.append(_CLOSING[bracket[0]])
+        elif bracket[0] in "]}" and closers:
+            closers.pop()
+    return "".join(reversed(closers))
+
+
 def _find_kind_and_path_of_mark(tree: Any) -> tuple[Kind, KeyPath] | None:
     """Return the mark's kind and path in a tree, or None."""
     stack: list[tuple[KeyPath, Any]] = [((), tree)]
@@ -108,7 +117,7 @@ def _find_kind_and_path_of_mark(tree: Any) -> tuple[Kind, KeyPath] | None:
         if item == MARK:
             return "value", path
         if path and path[-1] == MARK:
-            return "key" if item == 0 else "header", path
+            return "key" if item == KEY_MARK_VALUE else "header", path
         if isinstance(item, dict):
             stack += [((*path, key), part) for key, part in item.items()]
         elif isinstance(item, list):

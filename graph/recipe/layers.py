@@ -187,14 +187,16 @@ class Table:
                 overridden = None if old_item is None or isinstance(old_item, Table) else old_item
                 items[key] = Leaf(value, layer, path, key, overridden)
 
-    def _discard_settings_of_other_component(self, use: object) -> None:
-        """If `use` names another component, remove all keys but `use`, and record which component they belonged to."""
-        old = self.use
+    def _discard_settings_of_other_component(self, new_use: object) -> None:
+        """
+        If `new_use` names another component, remove all keys but `use`, and record which component they belonged to.
+        """
+        old_use = self.use
         # The settings of one component mean nothing to another.
-        if use is None or old is None or old.value == use:
+        if new_use is None or old_use is None or old_use.value == new_use:
             return
-        self.discarded = {**self.discarded, **{key: str(old.value) for key in self.items if key != "use"}}
-        self.items = {"use": old}
+        self.discarded = {**self.discarded, **{key: str(old_use.value) for key in self.items if key != "use"}}
+        self.items = {"use": old_use}  # kept, because merge_layer makes it the history of the new `use`
 
     def remove(self, path: KeyPath) -> bool:
         """Remove a table or key. Return whether it existed."""

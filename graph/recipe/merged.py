@@ -127,6 +127,7 @@ def _report_extends_in_merged_values(layer: Layer) -> Iterator[Problem]:
 
 
 def _apply_unset_directive(top: Table, layer: Layer) -> Iterator[Problem]:
+    """Remove the layer's `unset` names from the tree while yielding problems; consume it before merging the layer."""
     names = layer.data.get("unset", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         hint = 'write unset = ["listeners.profiler"]'

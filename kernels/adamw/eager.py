@@ -37,8 +37,10 @@ SMALLEST = 1e-38
 
 def compute_code_values(signed: bool) -> Tensor:
     """
-    Return the values by code, ascending, float32 (256,): in the decade 10^-n, 2^(6 - n) values, or twice as many if no
-    code has a sign, and 0 and 1.
+    Return the codes' values, ascending, float32 (256,).
+
+    For n from 0 to 6, 10^-(n + 1) to 10^-n is divided into 2^(6 - n) equal intervals, or twice as many if not `signed`.
+    Values are the intervals' centres, with both signs if `signed`, and 0 and 1 (not -1).
     """
     values = [0.0, 1.0]
     for decade in range(DECADES):
@@ -98,10 +100,10 @@ class ParamState:
     `exp_avg` and `exp_avg_sq` are the running means of gradients and of their squares; `max_exp_avg_sq`, if it is not
     None, is the largest mean of squares so far, by which AMSGrad divides (Reddi et al. 2018, algorithm 2). The noise of
     an element depends on `key`, the step's counter, and the element's index in the whole parameter. The weight is a
-    part of the parameter: rows of `width` elements, `stride` elements apart, from element `first` on. `remainder`,
-    int16, makes a bfloat16 weight a float32 master weight (`join_bfloat16_and_remainder`), which is rounded to the
-    nearest. If the means are codes of 8 bits, uint8 (`encode_8bit`), `exp_avg_scale` and `exp_avg_sq_scale`, float32
-    (..., blocks), have the scales of their rows' blocks.
+    part of the parameter: rows of `row_width` elements, `row_stride` elements apart, from element `first_index` on.
+    `remainder`, int16, makes a bfloat16 weight a float32 master weight (`join_bfloat16_and_remainder`), which is
+    rounded to the nearest. If the means are codes of 8 bits, uint8 (`encode_8bit`), `exp_avg_scale` and
+    `exp_avg_sq_scale`, float32 (..., blocks), have the scales of their rows' blocks.
     """
 
     weight: Tensor
@@ -109,9 +111,9 @@ class ParamState:
     exp_avg_sq: Tensor
     weight_decay: float
     key: int = 0
-    first: int = 0
-    width: int = ALL
-    stride: int = 0
+    first_index: int = 0
+    row_width: int = ALL
+    row_stride: int = 0
     max_exp_avg_sq: Tensor | None = field(default=None, kw_only=True)
     remainder: Tensor | None = field(default=None, kw_only=True)
     exp_avg_scale: Tensor | None = field(default=None, kw_only=True)
@@ -140,7 +142,7 @@ class ParamState:
     @property
     def is_one_flat_range(self) -> bool:
         """Return whether the weight is one range of the parameter's elements."""
-        return self.width >= self.weight.numel()
+        return self.row_width >= self.weight.numel()
 
     @property
     def has_8bit_moments(self) -> bool:
@@ -155,7 +157,7 @@ class ParamState:
     @property
     def has_adjacent_noise_pairs(self) -> bool:
         """Return whether all pairs of elements with a common random draw are neighbours in the weight."""
-        return not any(number % PER_DRAW for number in (self.first, self.width, self.stride))
+        return not any(number % PER_DRAW for number in (self.first_index, self.row_width, self.row_stride))
 
 
 def compute_step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int | Tensor) -> Tensor:
@@ -310,8 +312,10 @@ def _draw_noise_bits(param: ParamState, elements: Tensor, counter: int) -> Itera
 
     `elements`, int64 (n,), are consecutive indices in the weight, beginning with an even one.
     """
-    offset = elements if param.is_one_flat_range else elements // param.width * param.stride + elements % param.width
-    index = param.first + offset
+    offset = elements
+    if not param.is_one_flat_range:
+        offset = elements // param.row_width * param.row_stride + elements % param.row_width
+    index = param.first_index + offset
     if param.has_adjacent_noise_pairs:
         words = philox(param.key, index[::PER_DRAW] // PER_DRAW, counter)
         return (split_into_16bit_halves(word)[: len(elements)] for word in words)

@@ -180,7 +180,7 @@ class _FusedStep:
     def _make_table_row(self, param: ParamState, grad: int, index: int) -> list[int]:
         """Return a weight's table row."""
         weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in param.weight_and_state_tensors[:3])
-        noise = param.key, param.first, param.width, param.stride
+        noise = param.key, param.first_index, param.row_width, param.row_stride
         optional = (0 if tensor is None else tensor.data_ptr() for tensor in (param.max_exp_avg_sq, param.remainder))
         return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), index, *noise, *optional]
 
@@ -208,7 +208,7 @@ class _FusedCodeStep(_FusedStep):
         weight, mean, square, *others = (tensor.data_ptr() for tensor in param.weight_and_state_tensors)
         *remainder, mean_scale, square_scale = others
         addresses = [weight, grad, mean, square, mean_scale, square_scale, *(remainder or [0])]
-        noise = [param.key, param.first, param.width, param.stride]
+        noise = [param.key, param.first_index, param.row_width, param.row_stride]
         return [*addresses, _count_scales_per_moment(param), index, *noise, param.weight.shape[-1]]
 
     def _launch(self, arguments: tuple[Any, ...], factor_count: int) -> None:

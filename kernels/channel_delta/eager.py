@@ -88,23 +88,26 @@ def _sum_later_tokens(x: Tensor) -> Tensor:
 
 def _multiply_decayed_pairs(left: Tensor, right: Tensor, g: Tensor, ids: Tensor) -> Tensor:
     """
-    Multiply tokens i by earlier tokens j in their document, decayed from j to i: (..., chunk, chunk).
+    Return left_i . right_j, decayed from j to i, for tokens i after j in the same document, and 0 elsewhere: (...,
+    chunk, chunk).
 
     left (..., chunk, K), right and g (rows, heads, chunks, chunk, K), ids (rows, 1, chunks, chunk).
     """
+    # products (..., chunk / size, size, size) are the finished diagonal blocks; a round joins two and two, and `across`
+    # is the lower left quarter of the joined block.
     products, size = left.new_zeros(*left.shape[:-1], 1, 1), 1
     while size < ids.shape[-1]:
         documents, decays, lefts, rights = (
             torch.unflatten(x, dim, (-1, 2, size)) for x, dim in ((ids, -1), (g, -2), (left, -2), (right, -2))
         )
-        border = documents[..., 0, -1:]
-        to_border = exp_where(documents[..., 0, :] == border, _sum_later_tokens(decays[..., 0, :, :]))
-        from_border = exp_where(documents[..., 1, :] == border, decays[..., 1, :, :].cumsum(-2))
+        border_document = documents[..., 0, -1:]
+        to_border = exp_where(documents[..., 0, :] == border_document, _sum_later_tokens(decays[..., 0, :, :]))
+        from_border = exp_where(documents[..., 1, :] == border_document, decays[..., 1, :, :].cumsum(-2))
         later = lefts[..., 1, :, :] * from_border
         earlier = rights[..., 0, :, :] * to_border
         across = later @ earlier.mT
         halves = torch.unflatten(products, -3, (-1, 2))
-        above = torch.cat([halves[..., 0, :, :], torch.zeros_like(across)], -1)
-        products = torch.cat([above, torch.cat([across, halves[..., 1, :, :]], -1)], -2)
+        upper_rows = torch.cat([halves[..., 0, :, :], torch.zeros_like(across)], -1)
+        products = torch.cat([upper_rows, torch.cat([across, halves[..., 1, :, :]], -1)], -2)
         size *= 2
     return products.squeeze(-3)

@@ -522,15 +522,16 @@ def linear_cross_entropy_triton(
     """
     check_floats("linear_cross_entropy_triton", hidden, weight)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if cut.part is not None:
+    if cut.part is not None:  # split vocabulary: cut cross entropy exchanges sums
         return cut_cross_entropy_triton(hidden, weight, targets, cut, token_weights)
-    common = tokens, weight, flat, cut.ignore_index, torch.is_grad_enabled(), get_weight_gradient_function(weight)
-    if len(tokens) * len(weight) <= MAX_LOGITS:
-        return reshape_and_weight_losses(_WholeLogits.apply(*common), targets, token_weights)  # type: ignore[no-untyped-call]
+    arguments = tokens, weight, flat, cut.ignore_index, torch.is_grad_enabled(), get_weight_gradient_function(weight)
+    if len(tokens) * len(weight) <= MAX_LOGITS:  # all logits' gradients fit
+        return reshape_and_weight_losses(_WholeLogits.apply(*arguments), targets, token_weights)  # type: ignore[no-untyped-call]
+    # Gradients are computed in the forward pass, which therefore needs the token weights.
     factors = (flat != cut.ignore_index).to(torch.float32)
     if token_weights is not None:
         factors = factors * token_weights.detach().reshape(-1)
-    return reshape_and_weight_losses(_InChunks.apply(*common, factors), targets, None)  # type: ignore[no-untyped-call]
+    return reshape_and_weight_losses(_InChunks.apply(*arguments, factors), targets, None)  # type: ignore[no-untyped-call]
 
 
 @compute_at_once_if_hooked
@@ -652,7 +653,7 @@ class _InChunks(Function):
         hidden, weight, targets, factors, lse, sum_grad_hidden, sum_grad_weight = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if grad_losses is None or grad_lse is not None:
-            grad_hidden, grad_weight = _recompute_both_gradients(ctx, grad_losses, grad_lse)
+            grad_hidden, grad_weight = _recompute_needed_gradients(ctx, grad_losses, grad_lse)
             return grad_hidden, grad_weight, None, None, None, None, None
         is_uniform = not grad_losses.numel() or grad_losses.stride(0) == 0 or grad_losses.numel() == 1
         finite = grad_losses.where(targets != ctx.ignore_index, 0)
@@ -667,10 +668,13 @@ class _InChunks(Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _recompute_both_gradients(
+def _recompute_needed_gradients(
     ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return hidden and weight gradients from recomputed logits: lse has a gradient, unknown in the forward pass."""
+    """
+    Return hidden and weight gradients from recomputed logits, because the forward pass's gradients assume that the
+    losses alone have a gradient.
+    """
     hidden, weight, targets, factors, lse, *_ = ctx.saved_tensors
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     weighted_grad = None if grad_losses is None else grad_losses.where(targets != ctx.ignore_index, 0) * factors

@@ -173,6 +173,11 @@ def _compute_padded_ends(ends: Tensor) -> Tensor:
     return ((counts + GROUP - 1) // GROUP * GROUP).cumsum(0).to(ends.dtype)
 
 
+def _compute_begins(ends: Tensor) -> Tensor:
+    """Return the first row or column by expert, given the ends."""
+    return ends.roll(1).index_fill(0, ends.new_zeros(1).long(), 0)
+
+
 def _select_float8_rows(data: Tensor, rows: Tensor) -> Tensor:
     """Return e4m3 rows (n, width); torch does not index float8 on a CPU."""
     return data.view(torch.uint8)[rows].view(E4M3)
@@ -333,11 +338,11 @@ class Float8Kernels:
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
     ) -> GroupedFactors:
         """
-        Return factors for sums of outer products over every expert's rows, left (rows, outputs) and right (rows,
-        inputs).
+        Multiply `left` (rows, outputs) by both row scales, and pad every expert's rows to whole groups of columns, for
+        `sum_outer_products` with `right` (rows, inputs).
 
         With choices (rows,), the data in `right` are tokens (tokens, inputs), and row r is token choices[r] // top_k.
-        Both scales are by row. Their products multiply `left`, relative to the expert's largest.
+        The scales' products multiply `left` relative to the expert's largest, which is returned as the expert's scale.
         """
         count = len(left.data)
         row = torch.arange(count, device=ends.device)
@@ -348,15 +353,14 @@ class Float8Kernels:
         largest = product.new_zeros(len(ends)).scatter_reduce(0, expert, product.where(is_used, 0), "amax")
         scale = largest.clamp_min(MIN_SCALE)
         folded = (left.data.float() * (product / scale[expert])[:, None]).to(E4M3)
+        # Unused rows have the choice -1, and are dropped below.
         rows = right.data if choices is None else _select_float8_rows(right.data, choices.clamp_min(0).long() // top_k)
-        begins = ends.roll(1).index_fill(0, ends.new_zeros(1).long(), 0)
-        padded = _compute_padded_ends(ends)
-        column = row - begins[expert] + padded.roll(1).index_fill(0, ends.new_zeros(1).long(), 0)[expert]
-        columns = count_padded_columns(count, len(ends))
-        column = column.where(is_used, columns)
+        first_column = _compute_begins(_compute_padded_ends(ends))[expert]
+        column_count = count_padded_columns(count, len(ends))
+        dest_column = (row - _compute_begins(ends)[expert] + first_column).where(is_used, column_count)
         return GroupedFactors(
-            _transpose_rows_into_columns(folded, column, columns),
-            _transpose_rows_into_columns(rows, column, columns),
+            _transpose_rows_into_columns(folded, dest_column, column_count),
+            _transpose_rows_into_columns(rows, dest_column, column_count),
             scale,
         )
 

@@ -215,16 +215,20 @@ def pack_weights(weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 
 
 def unpack_weights(messages: Tensor, outputs: Sequence[Tensor], widths: Sequence[int]) -> None:
-    """Fill outputs, bfloat16 (ranks, n), from all ranks' messages, uint8 (ranks, bytes)."""
+    """
+    Fill outputs, bfloat16 (ranks, n), from all ranks' messages, uint8 (ranks, bytes), by `pack_weights` with the same
+    `widths`: plain weights, then float8 elements, then an exponent byte per row.
+    """
     quantized = [(output, width) for output, width in zip(outputs, widths, strict=True) if width]
     plain = [output for output, width in zip(outputs, widths, strict=True) if not width]
     sizes = [output.shape[1] * output.itemsize for output in plain]
     sizes += [output.shape[1] for output, _ in quantized]
     sizes += [output.shape[1] // width for output, width in quantized]
-    parts = [*torch.split(messages[:, : sum(sizes)], sizes, 1)]
+    parts = iter(torch.split(messages[:, : sum(sizes)], sizes, 1))
     for output in plain:
-        output.copy_(parts.pop(0).view(output.dtype))
-    for (output, width), elements, exponents in zip(quantized, parts, parts[len(quantized) :], strict=False):
+        output.copy_(next(parts).view(output.dtype))
+    element_parts = [next(parts) for _ in quantized]
+    for (output, width), elements, exponents in zip(quantized, element_parts, parts, strict=True):
         scale = (exponents.to(torch.int16) << MANTISSA_BITS[torch.bfloat16]).view(torch.bfloat16)
         shape = len(output), -1, width
         torch.mul(elements.view(E4M3).to(torch.bfloat16).view(shape), scale.unsqueeze(2), out=output.view(shape))

@@ -116,10 +116,11 @@ def linear_quantized_float8(
     """
     Return x @ weight.T + bias (..., outputs), multiplied in float8, with a frozen weight: x bfloat16 (..., inputs).
 
-    `dequantize` maps the weight's storage (outputs, units) to the weight, bfloat16 (outputs, inputs).
+    `dequantize` maps the weight's storage (outputs, units; see `StorageFormat`) to the weight, bfloat16 (outputs,
+    inputs).
     """
-    rows = get_or_quantize_input(kernels, x, False)
-    y: Tensor = _FrozenLinearFloat8.apply(x, stored, dequantize, kernels, *rows[:2])  # type: ignore[no-untyped-call]
+    rows = get_or_quantize_input(kernels, x, transposed=False)  # a frozen weight has no gradient
+    y: Tensor = _FrozenLinearFloat8.apply(x, stored, dequantize, kernels, rows.data, rows.scale)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 
@@ -133,6 +134,7 @@ def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down
         check_float8_operands(x, weight)
     rows = get_or_quantize_input(kernels, x, _need_gradients([gate, up]))
     gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
+    # `Quantized` activation checkpointing may keep gate and up's outputs, saved with this shape, in 8 bits.
     with keep_arguments_in_8_bits(lambda: kernels, shape=(x.shape[:-1].numel(), len(gate) + len(up))):
         result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
     return result
@@ -167,15 +169,20 @@ def _need_gradients(weights: Sequence[Tensor]) -> bool:
 
 
 def get_or_quantize_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
-    """Return x (..., width) quantized by rows, with or without a transposed copy; attached rows are used again."""
+    """
+    Return x (..., width) quantized by rows, with or without a transposed copy.
+
+    Rows attached to x are reused while x is unchanged and `_latest` keeps them.
+    """
     if x.is_inference():  # without a version
         return _quantize_rows(kernels, x, transposed)
-    known: _AttachedRows | None = _get_attached_rows(x)
-    if known is None or known.version != x._version:
+    attached: _AttachedRows | None = _get_attached_rows(x)
+    if attached is None or attached.version != x._version:
         return attach_quantized_rows(x, Float8Rows(*call_recomputable(_quantize_rows, kernels, x, transposed)))
-    if not transposed or known.rows.transposed.numel():
-        return known.rows
-    rows = known.rows._replace(transposed=kernels.transpose(known.rows.data))
+    if not transposed or attached.rows.transposed.numel():
+        return attached.rows
+    rows = attached.rows._replace(transposed=kernels.transpose(attached.rows.data))
+    # Recomputation starts from x, so the rows without a transposed copy need not be kept for it.
     record_recomputable_call(tuple(rows), _quantize_rows, kernels, x, True)
     return attach_quantized_rows(x, rows)
 

@@ -446,6 +446,7 @@ def _add_bias_kernel(
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     # fmt: on
+    """Store rows plus their expert's bias; `scale` (rows,), if any, multiplies the bias."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     expert, is_used = _find_row_expert_and_usage(row, offsets, num_experts, EXPERTS)

@@ -366,7 +366,9 @@ def _copy_tokens_zero_unused_kernel(
             WEIGHTED, CHOICES, TOGETHER, BLOCK,
         )  # fmt: skip
     else:
-        first = tl.load(offsets + num_experts - 1).to(tl.int64) + token - tokens
+        # The programs after the last token zero the rows from the last expert's end (its offset) on.
+        filler = token - tokens
+        first = tl.load(offsets + num_experts - 1).to(tl.int64) + filler
         _zero_every_nth_row(rows, row_scalars, first, count.to(tl.int64), tl.num_programs(0) - tokens, width, BLOCK)
 
 

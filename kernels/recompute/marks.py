@@ -97,8 +97,11 @@ def keep_arguments_in_8_bits(
     load_kernels: Callable[[], RowKernels], *arguments: Tensor, shape: Sequence[int] = ()
 ) -> AbstractContextManager[None]:
     """
-    Return a context for a norm or gate, and its `record_recomputable_call`: within `Quantized`, its arguments (...,
-    width), and saved results with their shape or with `shape`, are kept in 8 bits. Only then `load_kernels` is called.
+    Return a context in which `Quantized` keeps tensors of a norm or gate in 8 bits: `arguments` (..., width), and saved
+    results with an argument's shape or with `shape`.
+
+    The operation's `record_recomputable_call` belongs inside, too. Without `Quantized`, the context does nothing, and
+    `load_kernels` is not called.
     """
     if (active := _find_recorder()) is None:
         return nullcontext()

@@ -13,19 +13,19 @@ from drawloom.kernels.operation import upcast
 
 
 def choose_keys_eager(
-    queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
+    queries: Tensor, keys: Tensor, factors: Tensor, first_key: Tensor, visible_counts: Tensor, chosen: int
 ) -> tuple[Tensor, Tensor]:
     """
     Choose the `chosen` visible keys with the best scores for each token; return the choice and its scores.
 
     queries (rows, length, heads, width), keys (rows, keys, width) and factors (rows, length, heads): a score is the sum
-    over heads: factor * relu(query . key). A token sees `counts` keys from the index `first` on, int32
-    (rows, length). Scores are at least float32 (rows, length, chosen), -inf without a key.
+    over heads: factor * relu(query . key). A token sees `visible_counts` keys from the index `first_key`
+    on, int32 (rows, length). Scores are at least float32 (rows, length, chosen), -inf without a key.
     """
     products = torch.einsum("rqhd,rkd->rqhk", upcast(queries), upcast(keys)).relu()
     scores = torch.einsum("rqhk,rqh->rqk", products, upcast(factors))
-    key, first = torch.arange(keys.shape[1], device=keys.device), first[..., None]
-    visible = (key >= first) & (key < first + counts[..., None])
+    key, first_key = torch.arange(keys.shape[1], device=keys.device), first_key[..., None]
+    visible = (key >= first_key) & (key < first_key + visible_counts[..., None])
     best = scores.masked_fill(~visible, -torch.inf).topk(min(chosen, keys.shape[1]))
     missing = 0, chosen - best.indices.shape[-1]
     choice = F.pad(best.indices.masked_fill(best.values == -torch.inf, -1), missing, value=-1)

@@ -89,19 +89,19 @@ def _gather_chunks(choice: Tensor, keys: Tensor, heads: int) -> Iterator[Chunk]:
 
 
 def choose_keys_triton(
-    queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
+    queries: Tensor, keys: Tensor, factors: Tensor, first_key: Tensor, visible_counts: Tensor, chosen: int
 ) -> tuple[Tensor, Tensor]:
     """
     Compute choose_keys_eager for float32, bfloat16 and float16, in another order; for wide keys, by itself.
 
-    queries (rows, length, heads, width), keys (rows, keys, width), factors (rows, length, heads), first and counts
-    int32 (rows, length); results int32 and float32 (rows, length, chosen).
+    queries (rows, length, heads, width), keys (rows, keys, width), factors (rows, length, heads), first_key and
+    visible_counts int32 (rows, length); results int32 and float32 (rows, length, chosen).
     """
     check_floats("choose_keys_triton", queries, keys, factors)
     has_memory = not keys.is_cuda or has_large_shared_memory(keys.device)
     if not has_memory or keys.shape[2] * keys.itemsize > MAX_KEY_BYTES:
-        return choose_keys_eager(queries, keys, factors, first, counts, chosen)
-    return _Choice.apply(queries, keys, factors, first, counts, chosen)  # type: ignore[no-untyped-call, no-any-return]
+        return choose_keys_eager(queries, keys, factors, first_key, visible_counts, chosen)
+    return _Choice.apply(queries, keys, factors, first_key, visible_counts, chosen)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Choice(Function):
@@ -109,10 +109,10 @@ class _Choice(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, keys: Tensor, factors: Tensor, first: Tensor, counts: Tensor, chosen: int
+        ctx: Any, queries: Tensor, keys: Tensor, factors: Tensor, first_key: Tensor, visible_counts: Tensor, chosen: int
     ) -> tuple[Tensor, Tensor]:
         """Return indices and scores, both (rows, length, chosen)."""
-        choice, scores = _choose_keys(queries, keys, factors, first, counts, chosen)
+        choice, scores = _choose_keys(queries, keys, factors, first_key, visible_counts, chosen)
         ctx.save_for_backward(queries, keys, factors, choice)
         ctx.mark_non_differentiable(choice)
         return choice, scores
@@ -136,28 +136,30 @@ def _choose_keys(
     queries: Tensor,
     keys: Tensor,
     factors: Tensor,
-    first: Tensor,
-    counts: Tensor,
+    first_key: Tensor,
+    visible_counts: Tensor,
     chosen: int,
 ) -> None:
     (rows, length, heads, width), total = queries.shape, keys.shape[1]
-    tile, slot = TILES["scores"], torch.arange(chosen, dtype=torch.int32, device=keys.device)
-    ends, size = first + counts, max(1, SCORE_BYTES // (4 * max(total, chosen)))
-    for row, begin in product(range(rows), range(0, length, size)):
-        tokens = slice(begin, min(begin + size, length))
+    tile, choice_index = TILES["scores"], torch.arange(chosen, dtype=torch.int32, device=keys.device)
+    ends, chunk_tokens = first_key + visible_counts, max(1, SCORE_BYTES // (4 * max(total, chosen)))
+    for row, begin in product(range(rows), range(0, length, chunk_tokens)):
+        tokens = slice(begin, min(begin + chunk_tokens, length))
+        # Causal: no token in this chunk sees a key from `limit` on.
         limit = min(total, tokens.stop + total - length)
         scores = keys.new_empty(tokens.stop - begin, max(limit, chosen), dtype=torch.float32)
         _score_visible_keys[tuple(map(cdiv, scores.shape, (tile["BLOCK"], tile["KEYS"])))](
-            *(x[row, tokens].contiguous() for x in (queries, factors, first, ends)),
+            *(x[row, tokens].contiguous() for x in (queries, factors, first_key, ends)),
             *(keys[row].contiguous(), scores, *scores.shape, limit),
             HEADS=heads,
             WIDTH=width,
             WIDTH_BLOCK=max(MIN_BLOCK, next_power_of_2(width)),
             **tile,
         )
-        begins, seen = first[row, tokens, None], counts[row, tokens, None]
+        begins, seen = first_key[row, tokens, None], visible_counts[row, tokens, None]
         best = scores.topk(chosen, sorted=False).indices
-        best = torch.where(seen > chosen, best, torch.where(slot < seen, begins + slot, -1))
+        # A token that sees at most `chosen` keys chooses all of them.
+        best = torch.where(seen > chosen, best, torch.where(choice_index < seen, begins + choice_index, -1))
         results[0][row, tokens] = best
         results[1][row, tokens] = scores.gather(1, best.clamp(min=0)).masked_fill(best < 0, -torch.inf)
 
@@ -293,7 +295,7 @@ def _load_rows(tensor, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 # fmt: off
 @cache_launches("count", "columns", "limit")
 def _score_visible_keys(
-    queries, factors, first, ends, keys, scores, count, columns, limit, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    queries, factors, first_key, ends, keys, scores, count, columns, limit, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
@@ -301,7 +303,7 @@ def _score_visible_keys(
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     row = tl.minimum(token, count - 1)
-    begin, end = tl.load(first + row), tl.load(ends + row)
+    begin, end = tl.load(first_key + row), tl.load(ends + row)
     total = tl.zeros((BLOCK, KEYS), tl.float32)
     is_visible = (tl.min(begin) < (tl.program_id(1) + 1) * KEYS) & (tl.max(end) > tl.program_id(1) * KEYS)
     heads = tl.where(is_visible, HEADS, 0)

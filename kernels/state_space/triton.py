@@ -218,6 +218,10 @@ def _forward(
     before: Tensor,
     state: Tensor | None,
 ) -> None:
+    """
+    Fill the results (like v) and the last states; `ids` and `before` are `RecurrentDocuments`, `state` is the incoming
+    state, or None for zeros.
+    """
     mixed, last = results
     if not v.shape[:3].numel():
         last.zero_() if state is None else last.copy_(state)
@@ -225,7 +229,7 @@ def _forward(
     q, k, v, g, ids = (x.contiguous() for x in (q, k, v, g, ids))
     sizes = ChunkSizes.from_keys_and_values(k, v)
     decays = _sum_gates(g, ids)
-    states = _carry(k, v, decays, ids, before, state, last, False)
+    states = _carry(k, v, decays, ids, before, state, last, back=False)
     mix_values[(sizes.chunk_head_count // sizes.groups,)](
         *(q, k, v, states, decays, ids, before, mixed, sizes.length, sizes.chunks),
         **sizes.constants,
@@ -297,8 +301,8 @@ def _backward(
         return
     grad, q, k, v, g, ids = (x.contiguous() for x in (grad, q, k, v, g, ids))
     decays = _sum_gates(g, ids)
-    states = _carry(k, v, decays, ids, before, state, None, False)
-    grad_states = _carry(q, grad, decays, ids, before, grad_state, None if state is None else grad_first, True)
+    states = _carry(k, v, decays, ids, before, state, None, back=False)
+    grad_states = _carry(q, grad, decays, ids, before, grad_state, None if state is None else grad_first, back=True)
     sizes = ChunkSizes.from_keys_and_values(k, v)
     programs, constants, ends = sizes.chunk_head_count // sizes.groups, sizes.constants, (sizes.length, sizes.chunks)
     (*grad_keys, grad_v, grad_g), grad_sums = others, torch.empty_like(decays)

@@ -183,7 +183,9 @@ def steps() -> Iterator[tuple[str, Launch]]:
 
         def step_of_columns(first: int = first) -> None:
             kept = [empty(4096, dtype=BF16) for _ in "wms"]
-            stepper = AdamwTriton([ParamState(kept[0], kept[1], kept[2], 0.1, 1 << 60, first, width=64, stride=128)])
+            stepper = AdamwTriton(
+                [ParamState(kept[0], kept[1], kept[2], 0.1, 1 << 60, first, row_width=64, row_stride=128)]
+            )
             stepper.step([empty(4096, dtype=BF16)], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
 
         yield f"adamw of columns from {first} on", step_of_columns

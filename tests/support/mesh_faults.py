@@ -329,7 +329,7 @@ FAULTS = [
         "muon_on_slices",
         "Newton-Schulz on a slice",
         ("tensor", "context", "data_shard"),
-        replace(SharedMatrices, "orthogonalize", _orthogonalize_slices),
+        replace(SharedMatrices, "orthogonalize_slices", _orthogonalize_slices),
         "optim.muon",
     ),
     SeededFault(

@@ -37,21 +37,21 @@ from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.wiring.graph import Graph
 from drawloom.ports import CountsFlops, Parametrization
 
-Values = dict[str, dict[str, Any]]
+Overlay = dict[str, dict[str, Any]]
 Dimension = Literal["width", "depth"]
 
 WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 DEPTH = "num_hidden_layers"
 SCALED = {"width": WIDTHS, "depth": (DEPTH,)}
-EDGE = "parametrization"
+PARAMETRIZATION_EDGE = "parametrization"
 
 
-def make_scaled_model_overlay(graph: Graph, multiple: int, dimension: Dimension, parametrization: str) -> Values:
+def make_scaled_model_overlay(graph: Graph, multiple: int, dimension: Dimension, parametrization: str) -> Overlay:
     """
     Return overlay values for a model `multiple` times as wide or deep, with the recipe's model as the base.
 
-    Width grows by heads. `parametrization` is "mup", "completep" or "standard". Raises UserError for sizes from a file,
-    for another model, and for a recipe with a parametrization.
+    Width adds heads; head_dim is constant. `parametrization` is "mup", "completep" or "standard". Raises UserError if
+    the recipe leaves out a size, has no single model that accepts a parametrization, or already has a parametrization.
     """
     model = _find_model_node_accepting_parametrization(graph)
     settings = graph.nodes[model].settings
@@ -65,7 +65,7 @@ def make_scaled_model_overlay(graph: Graph, multiple: int, dimension: Dimension,
     base = {"use": f"model.parametrization.{parametrization}", "base_hidden_size": settings["hidden_size"]}
     if parametrization == "completep":
         base["base_num_hidden_layers"] = settings[DEPTH]
-    return {model: {**sizes, EDGE: base}}
+    return {model: {**sizes, PARAMETRIZATION_EDGE: base}}
 
 
 def format_overlay(values: Mapping[str, Mapping[str, Any]], comment: str) -> str:
@@ -81,7 +81,8 @@ def _find_model_node_accepting_parametrization(graph: Graph) -> str:
     names = [
         name
         for name, node in graph.nodes.items()
-        if any(field.name == EDGE for field in node.spec.edges) and {*WIDTHS, DEPTH} <= node.settings.keys()
+        if any(field.name == PARAMETRIZATION_EDGE for field in node.spec.edges)
+        and {*WIDTHS, DEPTH} <= node.settings.keys()
     ]
     if len(names) != 1:
         remedy = "write use = model.granite, model.llama or model.qwen3.dense"
@@ -326,7 +327,7 @@ class LadderCommand(RecipeCommand):
             overlay=overlay,
         )
 
-    def _train_and_read_metrics(self, recipe: Recipe, values: Values | None = None) -> tuple[dict[str, Column], float]:
+    def _train_and_read_metrics(self, recipe: Recipe, values: Overlay | None = None) -> tuple[dict[str, Column], float]:
         """Train for some steps in this process, and return the metrics and the operations."""
         root = recipe.project.root
         with tempfile.TemporaryDirectory(prefix="ladder-") as folder:

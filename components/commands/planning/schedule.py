@@ -165,14 +165,21 @@ class ScheduleSimulator:
         return self.simulate_program(name, program, sharding, self._count_model_slices_by_stage(schedule, ranks))
 
     def _count_model_slices_by_stage(self, schedule: Schedule, ranks: int) -> Sequence[int] | None:
-        """Return the model slice count per stage, or None if the schedule or the costs do not define slices."""
+        """
+        Return how many slices of the costs, usually layers, every stage has; None for costs of whole stages or without
+        slices, and for schedules that divide evenly.
+        """
         if self.has_stage_costs or not isinstance(schedule, PartitioningSchedule):
             return None
         slices = self.source.auto_schedule_settings(ranks).get("slices")
         return schedule.layers_by_stage(ranks, len(slices)) if slices else None
 
     def simulate_program(
-        self, name: str, program: Program, sharding: Sharding | None = None, sizes: Sequence[int] | None = None
+        self,
+        name: str,
+        program: Program,
+        sharding: Sharding | None = None,
+        slices_by_stage: Sequence[int] | None = None,
     ) -> Summary:
         """Simulate a program, and return the summary with its memory."""
         if self.forward_only:
@@ -183,7 +190,9 @@ class ScheduleSimulator:
             if "offload" in self.costs:
                 program = attrs.evolve(program, offloaded=program.offloaded or frozenset(range(program.stages)))
         try:
-            costs = self.source.stage_costs(program.ranks, program.stages // program.ranks, sizes, program.recompute)
+            costs = self.source.stage_costs(
+                program.ranks, program.stages // program.ranks, slices_by_stage, program.recompute
+            )
         except UserError as error:
             raise UnsuitableError(str(error), error.exit_code) from error
         try:
@@ -191,7 +200,7 @@ class ScheduleSimulator:
         except DeadlockError as deadlock:
             raise UserError(f"{name} can't be executed: {deadlock}") from deadlock
         return Summary(
-            name, simulation, None if self.forward_only else self.source.peak_activation_bytes(program, sizes)
+            name, simulation, None if self.forward_only else self.source.peak_activation_bytes(program, slices_by_stage)
         )
 
 

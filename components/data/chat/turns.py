@@ -176,35 +176,46 @@ def render_and_locate_turns(
     """
     Render a conversation, and locate the turns with a weight above 0.
 
-    Raises EarlierTurnError or ValueError with the turn's number, from 1, and RenderError.
+    Raises EarlierTurnError for turns that overlap, EarlierTurnError or ValueError with a turn's number, from 1, and
+    RenderError.
     """
     messages = join_parts_unless_read(template, messages, tools)
-    trained = [number for number, weight in enumerate(weights) if weight]
-    contents = [number for number, message in enumerate(messages) if get_text(message)]
-    nonces = [(secrets.token_hex(12), secrets.token_hex(12)) for _ in contents]
-    requests = [make_request(messages, tools)]
-    for number in trained:
-        requests += [
-            make_request(messages[:number], tools, prompt=messages[number].get("role") == "assistant"),
-            make_request(messages[: number + 1], tools),
-        ]
-    for number, pair in zip(contents, nonces, strict=True):
-        requests += [make_request(replace_text(messages, number, nonce), tools) for nonce in pair]
-    whole, *rest = template.render(requests)
-    prefixes = list(zip(rest[: 2 * len(trained) : 2], rest[1 : 2 * len(trained) : 2], strict=True))
-    others = rest[2 * len(trained) :]
-    lost = [number for index, number in enumerate(contents) if nonces[index][0] not in others[2 * index]]
-    if strings := [number for number in lost if isinstance(messages[number]["content"], str)]:
+    trained_turns = [number for number, weight in enumerate(weights) if weight]
+    # Two nonces, because the text around a content may depend on the content.
+    nonces = {
+        number: (secrets.token_hex(12), secrets.token_hex(12))
+        for number, message in enumerate(messages)
+        if get_text(message)
+    }
+    requests: dict[object, Any] = {"whole": make_request(messages, tools)}
+    for number in trained_turns:
+        is_answer = messages[number].get("role") == "assistant"
+        requests["before", number] = make_request(messages[:number], tools, prompt=is_answer)
+        requests["through", number] = make_request(messages[: number + 1], tools)
+    for number, pair in nonces.items():
+        for nonce in pair:
+            requests[nonce] = make_request(replace_text(messages, number, nonce), tools)
+    texts = dict(zip(requests, template.render([*requests.values()]), strict=True))
+    turns_with_dropped_text = [number for number, (nonce, _) in nonces.items() if nonce not in texts[nonce]]
+    if strings := [number for number in turns_with_dropped_text if isinstance(messages[number]["content"], str)]:
         changed = split_strings_read_as_parts(template, messages, strings, tools)
         if changed != list(messages):
             return render_and_locate_turns(template, changed, weights, tools)
+    whole = texts["whole"]
     content_spans = {
-        number: _find_content_span(whole, others[2 * index : 2 * index + 2], nonces[index], get_text(messages[number]))
-        for index, number in enumerate(contents)
+        number: _find_content_span(whole, [texts[nonce] for nonce in pair], pair, get_text(messages[number]))
+        for number, pair in nonces.items()
     }
     spans = [
-        _find_turn_span(whole, before, after, content_spans.get(number), number, weights[number])
-        for number, (before, after) in zip(trained, prefixes, strict=True)
+        _find_turn_span(
+            whole,
+            texts["before", number],
+            texts["through", number],
+            content_spans.get(number),
+            number,
+            weights[number],
+        )
+        for number in trained_turns
     ]
     if any(span.last > following.first for span, following in pairwise(spans)):
         raise EarlierTurnError("two turns to train overlap in the rendered text")

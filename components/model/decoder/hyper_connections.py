@@ -57,12 +57,14 @@ class HyperConnection(nn.Module):
 
     def compute_weights(self, streams: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights to read and to write (..., streams), and to mix: (..., to stream, from stream)."""
+        # (..., streams, 2 + streams): every stream computes its own weights
         dynamic = (self.norm(streams).to(dtype) @ self.projection.to(dtype).T).tanh()
         alpha, beta = self.scale.to(dtype)
-        same = torch.eye(self.spec.streams, dtype=dtype, device=streams.device)
-        read = _read_one(self.spec, streams, dtype) + self.read.to(dtype) + alpha * dynamic[..., 0]
+        identity = torch.eye(self.spec.streams, dtype=dtype, device=streams.device)
+        read = _select_first_stream(self.spec, streams, dtype) + self.read.to(dtype) + alpha * dynamic[..., 0]
         write = 1.0 + self.write.to(dtype) + beta * dynamic[..., 1]
-        return read, write, (same + self.mix.to(dtype) + alpha * dynamic[..., 2:]).mT
+        # self.mix is (from stream, to stream)
+        return read, write, (identity + self.mix.to(dtype) + alpha * dynamic[..., 2:]).mT
 
     def parameter_roles(self) -> Mapping[str, Role]:
         # Every channel is multiplied by the weights to read and to mix, and all channels by the projection.
@@ -88,17 +90,17 @@ class ConstrainedConnection(HyperConnection):
         count = self.spec.streams
         dynamic = self.norm(streams.flatten(-2)).to(dtype) @ self.projection.to(dtype).T
         parts, scales = dynamic.split([count, count, count * count], -1), self.scale.to(dtype)
-        start = torch.logit(0.8 * _read_one(self.spec, streams, dtype) + 0.2 / count)
+        start = torch.logit(0.8 * _select_first_stream(self.spec, streams, dtype) + 0.2 / count)
         read = (start + self.read.to(dtype) + scales[0] * parts[0]).sigmoid()
         write = 2.0 * (self.write.to(dtype) + scales[1] * parts[1]).sigmoid()
-        same = 8.0 * torch.eye(count, dtype=dtype, device=streams.device)
-        logs = same + self.mix.to(dtype) + scales[2] * parts[2].unflatten(-1, (count, count))
+        identity = torch.eye(count, dtype=dtype, device=streams.device)
+        logs = 8.0 * identity + self.mix.to(dtype) + scales[2] * parts[2].unflatten(-1, (count, count))
         for _ in range(ROUNDS):
             logs = logs.log_softmax(-2).log_softmax(-1)
         return read, write, logs.exp()
 
 
-def _read_one(spec: ConnectionSpec, streams: Tensor, dtype: torch.dtype) -> Tensor:
+def _select_first_stream(spec: ConnectionSpec, streams: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 1 for the stream `first` and 0 for others, (streams,)."""
     return (torch.arange(spec.streams, device=streams.device) == spec.first).to(dtype)
 

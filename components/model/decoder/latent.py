@@ -187,11 +187,11 @@ class SparseLatentAttention(ChoiceAttention):
         keys, _, visible = kernels.extend_keys(keys, keys, context.mask)
         wide = torch.promote_types(factors.dtype, torch.float32)
         factors = factors.to(wide) * (spec.index_heads * spec.index_dim) ** -0.5
-        first, counts = _find_visible_range(context.documents, visible)
+        first_key, visible_counts = _find_visible_range(context.documents, visible)
         # A kernel is compiled for each size: while a cache grows, only for powers of two.
         size = 1 << (keys.shape[1] - 1).bit_length()
         chosen = min(spec.chosen or size, size)
-        choice, scores = kernels.choose_keys(queries, keys.squeeze(-2), factors, first, counts, chosen)
+        choice, scores = kernels.choose_keys(queries, keys.squeeze(-2), factors, first_key, visible_counts, chosen)
         if spec.link:
             context.links.setdefault(spec.link, choice)
         mixed, weights = self.attend_to_choice(inputs, choice, context)

@@ -210,7 +210,7 @@ class HybridConfig(DeltaConfig):
     def join_tensors(self, name: str) -> Iterator[Mapper]:
         """Yield the mappers that join a delta net's projections, and its convolutions to one (channels, 1, taps)."""
         yield from join_convolutions(name, self.delta.channels)
-        if name.endswith(".A_log"):
+        if name.endswith(".A_log"):  # a net has one, among all names for which this is called
             yield from self.join_projections(name.removesuffix(".A_log"))
 
     def join_projections(self, net: str) -> Iterator[Mapper]:

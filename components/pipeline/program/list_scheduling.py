@@ -25,7 +25,7 @@ from drawloom.ports import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 NEVER = float("inf")
 
 ROUNDING = 1e-9
-"""Relative tolerance of memory limits for sums with rounding errors."""
+"""Relative tolerance of memory limits and times for sums with rounding errors."""
 
 
 @attrs.frozen
@@ -118,7 +118,7 @@ class _Queue:
     op: int
     position: int  # of the stage among the stages of its rank
     cost: float
-    weights: float  # the cost of weight gradients of this stage
+    weight_gradient_cost: float  # of this stage
     due: float
     size: float  # of a microbatch's activations
     growth: float  # of memory by its input gradients
@@ -139,7 +139,7 @@ class _Rank:
     memory: list[float]
     limit: float
     pending: deque[_Queue] = attrs.field(factory=deque)
-    free: float = 0.0
+    free_at: float = 0.0
     done: list[int] = attrs.field(factory=list)  # 4 * stage + op
 
 
@@ -180,7 +180,7 @@ def compute_peak_activations(
 
 def compute_makespan(task: SchedulingTask, policy: PriorityPolicy) -> float:
     """Return the makespan of `build_list_schedule`'s program."""
-    return max(rank.free for rank in _simulate_ranks(task, policy))
+    return max(rank.free_at for rank in _simulate_ranks(task, policy))
 
 
 def _simulate_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]:
@@ -188,31 +188,32 @@ def _simulate_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]
     ranks = _create_ranks(task, policy)
     pace = policy.pace * task.busiest_rank_microbatch_time
     # Times that differ by rounding errors count as equal.
-    grain = 1e-9 * task.busiest_rank_microbatch_time
-    events = [(0.0, number) for number in range(len(ranks))]  # (time, rank) at which a rank may have work
+    tolerance = ROUNDING * task.busiest_rank_microbatch_time
+    events = [(0.0, rank_index) for rank_index in range(len(ranks))]  # (time, rank) at which a rank may have work
     while events:
-        now, number = heapq.heappop(events)
-        rank = ranks[number]
-        if now < rank.free:
+        now, rank_index = heapq.heappop(events)
+        rank = ranks[rank_index]
+        if now < rank.free_at:
             continue
-        queue, soon = _find_most_urgent_queue(rank, now + grain, pace)
+        queue, next_ready = _find_most_urgent_queue(rank, now + tolerance, pace)
         if queue is not None:
             end = now + queue.cost
             _run_queue_head(rank, queue)
             if queue.feeds is not None:
                 queue.feeds.ready.append(end + queue.delay)
                 # A busy rank looks at its queues when it becomes free.
-                if ranks[queue.feeds_rank].free <= end + queue.delay and queue.feeds_rank != number:
+                if ranks[queue.feeds_rank].free_at <= end + queue.delay and queue.feeds_rank != rank_index:
                     heapq.heappush(events, (end + queue.delay, queue.feeds_rank))
-        elif rank.pending and soon - now + grain >= policy.patience * rank.pending[0].weights:
-            end = now + rank.pending[0].weights
+        elif rank.pending and next_ready - now + tolerance >= policy.patience * rank.pending[0].weight_gradient_cost:
+            end = now + rank.pending[0].weight_gradient_cost
             _run_oldest_weight_gradients(rank)
         else:
-            if soon < NEVER:
-                heapq.heappush(events, (soon, number))
+            # With nothing to wait for, only another rank's result wakes this one.
+            if next_ready < NEVER:
+                heapq.heappush(events, (next_ready, rank_index))
             continue
-        rank.free = end
-        heapq.heappush(events, (end, number))
+        rank.free_at = end
+        heapq.heappush(events, (end, rank_index))
     return ranks
 
 
@@ -236,7 +237,7 @@ def _create_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]:
             _Queue,
             stage=stage,
             position=position,
-            weights=weights,
+            weight_gradient_cost=weights,
             size=size,
             growth=task.pending[stage] - size,
             limit=limit,
@@ -271,7 +272,7 @@ def _compute_activation_limits(
 
 def _find_most_urgent_queue(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
     """Return the queue with the most urgent ready head, and when the next fitting head will be ready."""
-    urgent, first, soon = None, NEVER, NEVER
+    urgent, earliest_due, next_ready = None, NEVER, NEVER
     for queue in rank.queues:
         done = queue.done
         if done == len(queue.ready) or not (
@@ -281,11 +282,11 @@ def _find_most_urgent_queue(rank: _Rank, now: float, pace: float) -> tuple[_Queu
         ):
             continue
         if (ready := queue.ready[done]) > now:
-            if ready < soon:
-                soon = ready
-        elif (due := queue.due + done * pace) < first:
-            urgent, first = queue, due
-    return urgent, soon
+            if ready < next_ready:
+                next_ready = ready
+        elif (due := queue.due + done * pace) < earliest_due:
+            urgent, earliest_due = queue, due
+    return urgent, next_ready
 
 
 def _forward_fits_memory_limits(memory: list[float], queue: _Queue) -> bool:

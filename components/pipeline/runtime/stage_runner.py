@@ -81,6 +81,10 @@ class StageRunner:
     def _run_module(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None
     ) -> Any:
+        """
+        Run the module. The last stage returns the loss of `batch`, whose sums it writes to the state; without a batch,
+        it returns the result of `finish`.
+        """
         if not self.last:
             return self.stage.module(inputs, shared)
         if batch is None:

@@ -275,17 +275,22 @@ class Auto:
     def _find_fastest_program(
         self, ranks: int, microbatches: int, planned: FittedProgram | None = None
     ) -> FittedProgram:
-        """Return the shortest program, with `planned` among programs with its stages; UserError if none fits."""
-        size = ranks, microbatches
+        """
+        Return the fastest program; with `planned`, only among programs with its stages.
+
+        Raises UserError if none fits.
+        """
+        size = ranks, microbatches  # `planned` follows from `ranks`
         if size not in self._cache:
             counts = [planned.program.stages // ranks] if planned else self._list_stages_per_rank(ranks)
             # Programs without recomputation come first, so that they win if nothing is faster.
-            ways = [(count, again) for again in (False, True)[: 1 + bool(self.recompute)] for count in counts]
+            recompute_choices = (False, True) if self.recompute else (False,)
             candidates = [
                 fitted
-                for count, again in ways
+                for recomputes in recompute_choices
+                for count in counts
                 for fitted in self._iterate_best_partitioned_programs(
-                    ranks, microbatches, count, recomputes=again, planned=planned
+                    ranks, microbatches, count, recomputes=recomputes, planned=planned
                 )
             ]
             if self.offload is not None:
@@ -294,8 +299,8 @@ class Auto:
                     for count in counts
                     for fitted in self._iterate_offloading_programs(ranks, microbatches, count, planned)
                 ]
-            least_time = min(fitted.makespan for fitted in candidates)
-            equal = [fitted for fitted in candidates if fitted.makespan <= least_time * (1 + ROUNDING)]
+            shortest_makespan = min(fitted.makespan for fitted in candidates)
+            equal = [fitted for fitted in candidates if fitted.makespan <= shortest_makespan * (1 + ROUNDING)]
             shortest = min(equal, key=_rank_equally_fast_programs)
             if shortest.makespan == math.inf:
                 least = min(fitted.microbatch_peak_memory for fitted in candidates)

@@ -167,13 +167,15 @@ class Run:
             print(f"{name}: no step yet", flush=True)
             return
         lost = ", ".join(f"{part} {value:.1f}" for part, value in ettr.recovery_seconds.items())
-        count, other = len(metrics.steps), ettr.wall - ettr.learned - sum(ettr.recovery_seconds.values())
+        other = ettr.wall_seconds - ettr.productive_seconds - sum(ettr.recovery_seconds.values())
+        count = len(metrics.steps)
         interval = measure_undisturbed_interval((self.folder / "runs/tiny" / LOG).read_text("utf-8"))
         print(
             f"{name}: ETTR {ettr.productive_time_fraction:.1%}, at the undisturbed speed "
-            f"{count * interval / ettr.wall:.1%}; {dict(self.faults)}; {count} steps of {ettr.learned / count:.3f} s "
-            f"(every {interval:.3f} s undisturbed) in {ettr.wall:.0f} s; {ettr.lost_steps} steps lost; "
-            f"{ettr.recoveries} steps repeated in memory, seconds: {lost or 'none'}, other {other:.1f}; "
+            f"{count * interval / ettr.wall_seconds:.1%}; {dict(self.faults)}; "
+            f"{count} steps of {ettr.productive_seconds / count:.3f} s (every {interval:.3f} s undisturbed) in "
+            f"{ettr.wall_seconds:.0f} s; {ettr.lost_steps} steps lost; {ettr.recoveries} steps repeated in memory, "
+            f"seconds: {lost or 'none'}, other {other:.1f}; "
             f"load {os.getloadavg()[0]:.1f}",
             flush=True,
         )

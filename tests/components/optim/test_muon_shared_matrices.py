@@ -54,7 +54,7 @@ def _orthogonalize_shared() -> tuple[dict[str, Tensor], list[int]]:
             name: TensorSlice(shape, *slice_of_rank(group.rank)) for name, (shape, slice_of_rank) in LAYOUTS.items()
         }
         updates = {name: whole[places[name].index()] for name, whole in matrices().items()}
-        return SharedMatrices(places, group).orthogonalize(updates, 5), elements
+        return SharedMatrices(places, group).orthogonalize_slices(updates, 5), elements
     finally:
         processes.close()
 

@@ -40,7 +40,7 @@ def test_lost_steps_starts_and_stops_do_not_count_as_learned(tmp_path: Path) -> 
     log += [(82, "resuming after step 5"), (90, "step 6/10  loss 4"), (103, "trained steps 6 to 10 in 0:00:23")]
     ettr = ettr_of(write(tmp_path, 10, log))
     assert ettr is not None
-    assert (round(ettr.learned, 6), ettr.wall, ettr.lost_steps, ettr.processes) == (20, 100, 3, 2)
+    assert (round(ettr.productive_seconds, 6), ettr.wall_seconds, ettr.lost_steps, ettr.processes) == (20, 100, 3, 2)
     words = "20.0% in steps that count: 0:00:20 of 0:01:40 since the start, 2 processes, 3 steps lost and done again"
     assert str(ettr) == words
 

@@ -117,7 +117,7 @@ def test_a_box_is_rounded_like_within_the_whole(part: tuple[slice, slice], colum
 
     def step_twice(weight: Tensor, gradient: Tensor, first: int = 0, width: int = ALL, stride: int = 0) -> list[Tensor]:
         kept = weight.bfloat16(), torch.zeros_like(weight).bfloat16(), torch.zeros_like(weight).bfloat16()
-        one = ParamState(kept[0], kept[1], kept[2], 0.1, 7, first=first, width=width, stride=stride)
+        one = ParamState(kept[0], kept[1], kept[2], 0.1, 7, first_index=first, row_width=width, row_stride=stride)
         for step in (1, 2):
             AdamwEager([one]).step([gradient], compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, step), step)
         return [*kept]

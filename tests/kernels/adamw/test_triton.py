@@ -105,7 +105,7 @@ def test_scalars_at_boundaries_have_the_same_bits(number: int) -> None:
     """Steps with keys, counters and first indices around 2^32 and 2^63 are bitwise equal to the eager step."""
     for key, counter, first in ((number, 3, 0), (3, number, 0), (3, 3, number // 4 * 2)):
         ours, theirs = twins([((700,), NARROW, NARROW)])
-        ours, theirs = ([replace(states[0], key=key, first=first)] for states in (ours, theirs))
+        ours, theirs = ([replace(states[0], key=key, first_index=first)] for states in (ours, theirs))
         gradients, numbers = [torch.randn(700).to(DEVICE)], compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
         AdamwTriton(ours).step(gradients, numbers, counter)
         AdamwEager(theirs).step(gradients, numbers, counter)
@@ -176,7 +176,9 @@ def test_unaligned_weights_equal_eager() -> None:
     """Weights without alignment for vectorized loads change like in the eager step."""
     ours, theirs = twins([((40,), NARROW, NARROW), ((40,), NARROW, NARROW)])
     moved = torch.empty(41, dtype=NARROW, device=DEVICE)[1:].copy_(ours[0].weight)
-    ours[0] = ParamState(moved, ours[0].exp_avg, ours[0].exp_avg_sq, ours[0].weight_decay, ours[0].key, ours[0].first)
+    ours[0] = ParamState(
+        moved, ours[0].exp_avg, ours[0].exp_avg_sq, ours[0].weight_decay, ours[0].key, ours[0].first_index
+    )
     step_both(ours, theirs, [[torch.randn(40, device=DEVICE) for _ in range(2)]])
     assert_same_bits(ours, theirs)
 
