@@ -35,6 +35,9 @@ from drawloom.ports import (
     Tokenizer,
 )
 
+MAX_CHARACTERS = 10**6
+"""Most characters in a message, which is rendered and encoded before its tokens can be counted."""
+
 MAX_THREADS = 32
 """Rows whose turns are answered at the same time."""
 
@@ -191,6 +194,8 @@ class TurnRollouts:
 
     def encode_message(self, reply: Reply, example: Example) -> list[int]:
         """Encode an environment's message, with a chat template's text around it for prompts of messages."""
+        if len(reply.message) > MAX_CHARACTERS:
+            raise ValueError(f"the message has {len(reply.message):,} characters, more than {MAX_CHARACTERS:,}")
         content = reply.message.encode("utf-8", "replace").decode()  # half of a surrogate pair has no ids
         if self.prompts is None or not isinstance(example.get("prompt"), list):
             self.check_example(example)

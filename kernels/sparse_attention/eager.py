@@ -38,8 +38,9 @@ def sparse_attention_eager(
     """
     Return attention to the chosen latents, and the weights' sums over heads.
 
-    q (rows, length, heads, width), latents (rows, keys, width); results are (rows, length, heads, value_width) in q's
-    dtype and at least float32 (rows, length, chosen), without gradients.
+    q (rows, length, heads, width), latents (rows, keys, width), choice (rows, length, chosen) with -1 behind the chosen
+    keys if they are fewer; results are (rows, length, heads, value_width) in q's dtype and at least float32 (rows,
+    length, chosen), without gradients.
     """
     keys = latents.shape[1]
     places = choice.masked_fill(choice < 0, keys).long()

@@ -14,7 +14,7 @@ import torch
 
 from drawloom.components.ports.rollouts import FAULTS, Completions, Prompts, Reply
 from drawloom.components.rollouts.stages import StageRollouts
-from drawloom.components.rollouts.turns import TurnRollouts
+from drawloom.components.rollouts.turns import MAX_CHARACTERS, TurnRollouts
 from drawloom.graph import UserError
 from support.small_rollouts import END, logits_of, open_run
 
@@ -160,6 +160,7 @@ def leave() -> None:
         lambda: Reply(None),  # type: ignore[arg-type]
         lambda: Reply("", faults=["a new kind"]),
         lambda: Reply("", reward=math.inf),
+        lambda: Reply("x" * (MAX_CHARACTERS + 1)),
     ],
 )
 def test_a_faulty_environment_ends_its_conversation_alone(run: Any, fault: Any) -> None:
