@@ -76,8 +76,8 @@ class ProcessPool:
         """
         Run all commands, and yield index and exit code when one ends. `on_start(index)` is called before a start.
 
-        A command is taken from the iterable when it can start. After a signal nothing more is started; processes that
-        the signal stops have its code.
+        A command is taken from the iterable when it can start. After a signal nothing more is started. A process that a
+        signal kills has the code FAILED; one that handles it has its own.
         """
         waiting, is_exhausted = enumerate(commands), False
         while self._running or not (is_exhausted or self.received):
@@ -87,7 +87,9 @@ class ProcessPool:
                 else:
                     index, command = following
                     on_start(index)
-                    self._running[index] = self._start_process(command)
+                    self._running[index] = process = self._start_process(command)
+                    if self.received:  # while the process was started
+                        process.send_signal(self.received)
             for index, code in [(index, process.poll()) for index, process in self._running.items()]:
                 if code is not None:
                     del self._running[index]
