@@ -156,16 +156,12 @@ class GroupFactory:
     store: Any = None
     is_joined: bool = internal(False)
 
-    _limit: timedelta = internal()
     # torch's process groups by the sets of ranks for which they were made
     _handles: dict[tuple[tuple[int, ...], ...], Any] = internal(factory=dict)
     _control_handles: list[Any] = internal(factory=list)
     _communicators: dict[str, TorchCommunicator] = internal(factory=dict)
     _patches: ExitStack = internal(factory=ExitStack)
     _meetings: Counter[str] = internal(factory=Counter)
-
-    def __attrs_post_init__(self) -> None:
-        self._limit = self._add_nccl_margin_to_timeout(self.timeout)
 
     def join(self, store: Any = None) -> None:
         """Make torch's default process group over a store; None: torch connects to the store in its variables."""
@@ -197,6 +193,14 @@ class GroupFactory:
     @property
     def _uses_nccl(self) -> bool:
         return self.device.backend == "nccl"
+
+    @property
+    def _limit(self) -> timedelta:
+        """torch's timeout: `timeout`, and with NCCL a margin, because our own diagnosis must come first."""
+        # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
+        # lets the timeouts listener end the run first, with a diagnosis.
+        limit = timedelta(seconds=self.timeout)
+        return limit + NCCL_MARGIN if self._uses_nccl else limit
 
     @property
     def tensor_device(self) -> torch.device:
@@ -237,7 +241,7 @@ class GroupFactory:
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of existing and future groups and channels."""
-        self._limit = self._add_nccl_margin_to_timeout(seconds)
+        self.timeout = seconds
         for handle in dict.fromkeys(
             [dist.group.WORLD, *filter(None, self._handles.values())] if self.is_joined else []
         ):
@@ -288,13 +292,6 @@ class GroupFactory:
             groups += [dist.group.WORLD, *self._handles.values(), *backends]
         for group in groups:
             pythonapi.Py_IncRef(py_object(group))
-
-    def _add_nccl_margin_to_timeout(self, seconds: float) -> timedelta:
-        """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""
-        # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
-        # lets the timeouts listener end the run first, with a diagnosis.
-        limit = timedelta(seconds=seconds)
-        return limit + NCCL_MARGIN if self._uses_nccl else limit
 
     @contextmanager
     def _wait_for_ranks_and_record_connections(
