@@ -31,7 +31,12 @@ from drawloom.components.distributed.connections import (
     run_gloo_collectives_in_one_thread,
 )
 from drawloom.components.distributed.p2p_links import Edge
-from drawloom.components.distributed.process_group import TorchGroup, call_directly, mark_blocked_and_convert_errors
+from drawloom.components.distributed.process_group import (
+    TorchGroup,
+    call_directly,
+    mark_blocked_and_convert_errors,
+    read_first_line,
+)
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.ports import Device, Group, P2PChannel, Pending
@@ -180,7 +185,7 @@ class GroupFactory:
             self.monitor.is_recovering = True
             raise UserError(
                 f"rank {self.rank} did not reach all {self.world_size} ranks within {self.timeout:g} s; is "
-                f"MASTER_ADDR the same on all, and reachable? torch says: {str(error).strip().splitlines()[0]}"
+                f"MASTER_ADDR the same on all, and reachable? torch says: {read_first_line(error)}"
             ) from error
         finally:
             sys.excepthook = hook  # torch adds a prefix to it in each process group
