@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections import Counter
 from typing import Any
 
@@ -20,7 +21,8 @@ def parse_strict_json(text: bytes, *, max_values: int, infinities: bool = False)
         return json.loads(
             text.decode("utf-8"),
             object_pairs_hook=_build_dict_without_duplicates,
-            parse_constant=float if infinities else _refuse_nan_and_infinity,
+            parse_float=float if infinities else _parse_finite_number,
+            parse_constant=float if infinities else _parse_finite_number,
         )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
@@ -42,6 +44,8 @@ def _build_dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, An
     return value
 
 
-def _refuse_nan_and_infinity(word: str) -> Any:
-    """Raise ValueError for NaN and infinities."""
-    raise ValueError(f"{word} is not a JSON number")
+def _parse_finite_number(text: str) -> float:
+    """Return a number. Raises ValueError for NaN and infinities, also for too large numbers, such as 1e999."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text:.99} is not a finite number")
+    return number
