@@ -216,7 +216,7 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
             processes = node["processes"]
             node.clear()
             node.update(use=use, processes=processes)
-        if str(use).startswith("pipeline.schedules."):  # others may need more than one rank
+        if str(use).startswith(("pipeline.schedules.", "pipeline.from_csv")):  # others may need more than one rank
             node.clear()
             node["use"] = "pipeline.schedules.one_f_one_b"
     for copies in files.glob("*/*"):

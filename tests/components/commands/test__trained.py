@@ -20,7 +20,7 @@ from drawloom.graph.cli.arguments import parse_command
 from drawloom.graph.inspect.resolved import make_resolved_recipe
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.ports import FILES
+from drawloom.ports import FILES, Schedule
 from support.checkpoints import save_steps, state_of
 from support.qwen3 import SIZES, dense
 
@@ -155,9 +155,12 @@ def test_stages_that_share_a_model_keep_the_weights_they_need(tmp_path: Path) ->
     assert nodes["model"].settings["weights"] is False
 
 
-def test_nested_tables_are_changed_for_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("use", ["pipeline.schedules.dual_pipe_v", "pipeline.from_csv"])
+def test_schedules_are_replaced_for_one_process(tmp_path: Path, use: str) -> None:
     """An inline schedule for several ranks becomes one for a single rank."""
-    inline = {"use": "pipeline.schedules.dual_pipe_v"}
+    table = tmp_path / "table.csv"
+    table.write_text("0F0,,,0B0\n,1F0,1B0,\n", "utf-8")
+    inline = {"use": use} | ({"path": str(table)} if use.endswith("csv") else {})
     recipe = load_for_one_process(tmp_path, executor={"schedule": inline}, mesh={"pipeline": 2})
-    uses = [node.spec.use for node in recipe.graph.nodes.values() if node.spec.use.startswith("pipeline.schedules.")]
-    assert uses == ["pipeline.schedules.one_f_one_b"] * len(uses)
+    uses = [recipe.graph.nodes[name].spec.use for name in recipe.graph.implementers(Schedule)]
+    assert uses == ["pipeline.schedules.one_f_one_b"] * 2
