@@ -219,6 +219,8 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
         if str(use).startswith(("pipeline.schedules.", "pipeline.from_csv")):  # others may need more than one rank
             node.clear()
             node["use"] = "pipeline.schedules.one_f_one_b"
+        if use == "pipeline.circular.executor":  # it runs a schedule of its own alone
+            node["use"] = "pipeline.executor"
     for copies in files.glob("*/*"):
         _point_path_to_copy(data, copies)
     return Recipe.of(data, str(lock), project=project)

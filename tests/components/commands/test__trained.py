@@ -155,6 +155,13 @@ def test_stages_that_share_a_model_keep_the_weights_they_need(tmp_path: Path) ->
     assert nodes["model"].settings["weights"] is False
 
 
+def test_a_circular_pipeline_is_replaced_for_one_process(tmp_path: Path) -> None:
+    """Its executor, which runs no other schedule, becomes the one that runs any."""
+    circular = {"executor": {"use": "pipeline.circular.executor"}, "schedule": {"use": "pipeline.schedules.circular"}}
+    recipe = load_for_one_process(tmp_path, mesh={"pipeline": 2}, **circular)
+    assert recipe.graph.nodes["executor"].spec.use == "pipeline.executor"
+
+
 @pytest.mark.parametrize("use", ["pipeline.schedules.dual_pipe_v", "pipeline.from_csv"])
 def test_schedules_are_replaced_for_one_process(tmp_path: Path, use: str) -> None:
     """An inline schedule for several ranks becomes one for a single rank."""
