@@ -1,4 +1,4 @@
-"""Copies at neighbours: which ranks have them, and that they are sent while training continues."""
+"""Copies at neighbours on other machines, sent while training continues."""
 
 import time
 from types import SimpleNamespace

@@ -142,7 +142,7 @@ def load_for_one_process(folder: Path, **tables: Any) -> Recipe:
 
 
 def test_stages_that_share_a_model_keep_the_weights_they_need(tmp_path: Path) -> None:
-    """A frozen model and adapters read the folder of their common model, which has no weights itself."""
+    """A frozen model and adapters read the folder of their common model; the model itself has no weights."""
     recipe = load_for_one_process(
         tmp_path,
         lora={"use": "adapters.lora", "rank": 4, "alpha": 8.0, "targets": ["*.q_proj"]},
@@ -156,7 +156,7 @@ def test_stages_that_share_a_model_keep_the_weights_they_need(tmp_path: Path) ->
 
 
 def test_a_circular_pipeline_is_replaced_for_one_process(tmp_path: Path) -> None:
-    """Its executor, which runs no other schedule, becomes the one that runs any."""
+    """Its executor runs no other schedule, so it becomes the plain executor."""
     circular = {"executor": {"use": "pipeline.circular.executor"}, "schedule": {"use": "pipeline.schedules.circular"}}
     recipe = load_for_one_process(tmp_path, mesh={"pipeline": 2}, **circular)
     assert recipe.graph.nodes["executor"].spec.use == "pipeline.executor"
