@@ -531,9 +531,12 @@ def _choose_copy_source_by_rank(mesh: Mesh, machine: int) -> list[int]:
     replica = mesh.model_copy_group
     members = replica.gather_json([machine, mesh.world.rank])
     machines = [number for number, _ in members]
-    # Machines have equally many, consecutive ranks.
-    ranks_per_machine = machines.count(machines[0])
-    shift = ranks_per_machine if ranks_per_machine < replica.size else 1
+    # A replica's ranks may be unequally many on the machines: the best shift has most pairs on two machines.
+    shift = max(
+        range(1, replica.size),
+        key=lambda shift: sum(number != machines[rank - shift] for rank, number in enumerate(machines)),
+        default=1,
+    )
     source = members[(replica.rank - shift) % replica.size][1]
     sources = mesh.world.gather_json(source)
     return sources if replica.size > 1 else []

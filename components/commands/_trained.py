@@ -205,21 +205,22 @@ IN_CHECKPOINTS = {
 def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> Recipe:
     """Return a run's recipe for a single process, with paths to the file copies in the run folder."""
     data: dict[str, Any] = tomli.loads(_read_text(lock))
-    # Checkpoints of adapters lack frozen parts.
-    has_adapters = any(isinstance(node, dict) and node.get("adapters") for node in data.values())
-    for name, node in data.items():
-        use = node.get("use") if isinstance(node, dict) else None
-        if use in ("stages.materialized", "stages.frozen"):
-            _remove_initial_weight_settings(data, node)
+    nodes = [*_iterate_node_tables(data)]
+    has_adapters = any(node.get("adapters") for node in nodes)  # their checkpoints lack frozen parts
+    _remove_initial_weight_settings(data, nodes)
+    for node in nodes:
+        use = node["use"]
         if use in IN_CHECKPOINTS and not (use == "stages.grafted" and has_adapters):
             node.pop(IN_CHECKPOINTS[use], None)
-        if use == "distributed.mesh":
-            data[name] = {
-                "use": "distributed.mesh",
-                "processes": node["processes"],
-            }  # a single process holds the whole model
-        if str(use).startswith("pipeline.schedules."):
-            data[name] = {"use": "pipeline.schedules.one_f_one_b"}  # others may need more than one rank
+        if use == "distributed.mesh":  # a single process holds the whole model
+            processes = node["processes"]
+            node.clear()
+            node.update(use=use, processes=processes)
+        if str(use).startswith(("pipeline.schedules.", "pipeline.from_csv")):  # others may need more than one rank
+            node.clear()
+            node["use"] = "pipeline.schedules.one_f_one_b"
+        if use == "pipeline.circular.executor":  # it runs a schedule of its own alone
+            node["use"] = "pipeline.executor"
     for copies in files.glob("*/*"):
         _point_path_to_copy(data, copies)
     return Recipe.of(data, str(lock), project=project)
@@ -241,26 +242,42 @@ def _find_model_table(data: dict[str, Any], stages: dict[str, Any]) -> Any:
     return model if isinstance(model, dict) else data.get(str(model).removeprefix("@"), {})
 
 
-def _remove_initial_weight_settings(data: dict[str, Any], stages: dict[str, Any]) -> None:
-    """Remove the stages' initial weights, except frozen ones, because checkpoints lack them."""
+def _iterate_node_tables(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the tables of nodes in a lock file: at the top, members of groups, and inline ones."""
+    if isinstance(value, dict) and "use" in value:
+        yield value
+    if isinstance(value, dict | list):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _iterate_node_tables(child)
+
+
+def _find_initial_folder(data: dict[str, Any], stages: dict[str, Any]) -> str | None:
+    """Return the folder of the stages' initial weights; None if they were random."""
     model = _find_model_table(data, stages)
-    if model.get("use") in FOLDER_MODELS:
-        if model.get("weights", True):
-            stages.setdefault("weights", model["path"])  # the run folder has copies of the other files only
-        model["weights"] = False
-    if not stages.get("adapters") and stages["use"] == "stages.materialized":
-        stages.pop("weights", None)  # the initial weights are not needed, and may be gone
+    own = model.get("path") if model.get("use") in FOLDER_MODELS and model.get("weights", True) else None
+    return stages.get("weights") or own
+
+
+def _remove_initial_weight_settings(data: dict[str, Any], nodes: Sequence[dict[str, Any]]) -> None:
+    """Remove initial weights, except frozen ones, because checkpoints lack them."""
+    stages = [node for node in nodes if node["use"] in ("stages.materialized", "stages.frozen")]
+    folders = [_find_initial_folder(data, node) for node in stages]  # before a change: stages may share a model
+    for node, folder in zip(stages, folders, strict=True):
+        node.pop("weights", None)  # not needed, and may be gone
+        if folder and (node.get("adapters") or node["use"] == "stages.frozen"):
+            node["weights"] = folder  # the run folder has copies of the other files only
+        model = _find_model_table(data, node)
+        if model.get("use") in FOLDER_MODELS:
+            model["weights"] = False
 
 
 def find_base_folder_of_run(run_folder: Path) -> Path | None:
     """Return the initial weights' folder in a run's recipe; None if they were random."""
     lock = run_folder / LOCK
     data: dict[str, Any] = tomli.loads(_read_text(lock))
-    for node in data.values():
-        if isinstance(node, dict) and node.get("use") == "stages.materialized":
-            model = _find_model_table(data, node)
-            own = model.get("path") if model.get("use") in FOLDER_MODELS and model.get("weights", True) else None
-            folder = node.get("weights") or own
+    for node in _iterate_node_tables(data):
+        if node["use"] == "stages.materialized":
+            folder = _find_initial_folder(data, node)
             return None if folder is None else Path(Layer(str(lock), data).folder, folder)
     return None
 

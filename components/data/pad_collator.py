@@ -58,8 +58,6 @@ class PadCollator:
                 positions[row, span] = np.arange(span.stop - span.start)
             documents[row, max(example_span.start, padding_span.start) :] = 1
             padding[row, example_span] = False
-            if count == length:
-                documents[row] = 0
         return TokenBatch.from_numpy(
             tokens=tokens,
             targets=targets,

@@ -31,7 +31,12 @@ from drawloom.components.distributed.connections import (
     run_gloo_collectives_in_one_thread,
 )
 from drawloom.components.distributed.p2p_links import Edge
-from drawloom.components.distributed.process_group import TorchGroup, call_directly, mark_blocked_and_convert_errors
+from drawloom.components.distributed.process_group import (
+    TorchGroup,
+    call_directly,
+    mark_blocked_and_convert_errors,
+    read_first_line,
+)
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.ports import Device, Group, P2PChannel, Pending
@@ -156,16 +161,12 @@ class GroupFactory:
     store: Any = None
     is_joined: bool = internal(False)
 
-    _limit: timedelta = internal()
     # torch's process groups by the sets of ranks for which they were made
     _handles: dict[tuple[tuple[int, ...], ...], Any] = internal(factory=dict)
     _control_handles: list[Any] = internal(factory=list)
     _communicators: dict[str, TorchCommunicator] = internal(factory=dict)
     _patches: ExitStack = internal(factory=ExitStack)
     _meetings: Counter[str] = internal(factory=Counter)
-
-    def __attrs_post_init__(self) -> None:
-        self._limit = self._add_nccl_margin_to_timeout(self.timeout)
 
     def join(self, store: Any = None) -> None:
         """Make torch's default process group over a store; None: torch connects to the store in its variables."""
@@ -184,7 +185,7 @@ class GroupFactory:
             self.monitor.is_recovering = True
             raise UserError(
                 f"rank {self.rank} did not reach all {self.world_size} ranks within {self.timeout:g} s; is "
-                f"MASTER_ADDR the same on all, and reachable? torch says: {str(error).strip().splitlines()[0]}"
+                f"MASTER_ADDR the same on all, and reachable? torch says: {read_first_line(error)}"
             ) from error
         finally:
             sys.excepthook = hook  # torch adds a prefix to it in each process group
@@ -197,6 +198,14 @@ class GroupFactory:
     @property
     def _uses_nccl(self) -> bool:
         return self.device.backend == "nccl"
+
+    @property
+    def _limit(self) -> timedelta:
+        """torch's timeout: `timeout`, and with NCCL a margin, because our own diagnosis must come first."""
+        # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
+        # lets the timeouts listener end the run first, with a diagnosis.
+        limit = timedelta(seconds=self.timeout)
+        return limit + NCCL_MARGIN if self._uses_nccl else limit
 
     @property
     def tensor_device(self) -> torch.device:
@@ -237,7 +246,7 @@ class GroupFactory:
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of existing and future groups and channels."""
-        self._limit = self._add_nccl_margin_to_timeout(seconds)
+        self.timeout = seconds
         for handle in dict.fromkeys(
             [dist.group.WORLD, *filter(None, self._handles.values())] if self.is_joined else []
         ):
@@ -288,13 +297,6 @@ class GroupFactory:
             groups += [dist.group.WORLD, *self._handles.values(), *backends]
         for group in groups:
             pythonapi.Py_IncRef(py_object(group))
-
-    def _add_nccl_margin_to_timeout(self, seconds: float) -> timedelta:
-        """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""
-        # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
-        # lets the timeouts listener end the run first, with a diagnosis.
-        limit = timedelta(seconds=seconds)
-        return limit + NCCL_MARGIN if self._uses_nccl else limit
 
     @contextmanager
     def _wait_for_ranks_and_record_connections(

@@ -58,7 +58,7 @@ def allocate_symmetric_gpu_memory(size: int, group: Any, device: torch.device) -
         ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
         raise UserError(
             f"the GPUs of ranks {ranks} can't map each other's memory; they must be on one host, with peer access. "
-            f"torch says: {str(error).strip().splitlines()[0]}"
+            f"torch says: {read_first_line(error)}"
         ) from error
     memory = GpuMemory(parts, handle)
     SYMMETRIC_BYTES[device] += size
@@ -324,9 +324,16 @@ def mark_blocked_and_convert_errors(
     with monitor.mark_blocked(operation, name):
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             collective = f"{operation} in group {name} (ranks {', '.join(map(str, ranks))})"
             raise _begin_recovery_and_diagnose(error, collective, monitor) from error
+
+
+def read_first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type if there is none."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def convert_if_collective_error(error: Exception, monitor: RankMonitor) -> Exception:
@@ -344,7 +351,7 @@ def _begin_recovery_and_diagnose(error: Exception, operation: str, monitor: Rank
     blame, or a guess, and torch's message. Takes about a second.
     """
     monitor.is_recovering = True
-    message = str(error).strip().splitlines()[0]
+    message = read_first_line(error)
     if monitor.on_loss is not None and "imed out" in message:  # gloo: Timed out, NCCL: timed out
         monitor.declare_awaited_ranks_lost()
     cause = monitor.describe_ranks_to_blame() or "most likely another process stopped"

@@ -101,7 +101,9 @@ class SharedMatrices:
         ]
         self._shares = list(_plan_matrix_shares(slices_by_rank))
         self._owned_shares = [share for share in self._shares if share.owner == ranks.rank]
-        self._exchanges = any(share.parts.count(None) < ranks.size - 1 for share in self._shares)
+        self._exchanges = any(
+            part is not None for share in self._shares for rank, part in enumerate(share.parts) if rank != share.owner
+        )
 
     def orthogonalize_slices(self, updates: Mapping[str, Tensor], ns_steps: int) -> dict[str, Tensor]:
         """Return the orthogonalised matrices' slices by name, given the slices; bfloat16. A collective."""

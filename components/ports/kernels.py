@@ -241,8 +241,8 @@ class Kernels(Protocol):
         Return losses and log-sum-exps by token, float32 (...), for logits hidden (..., width) @ weight.T
         (vocabulary, width).
 
-        targets: int64 (...); token_weights: float32 (...), loss factors. The loss is 0 if the target is
-        IGNORE_INDEX. With a `part`, the weight has this rank's vocabulary rows, and losses are over the whole
+        targets: int64 (...); token_weights: float32 (...), loss factors without a gradient. The loss is 0 if the target
+        is IGNORE_INDEX. With a `part`, the weight has this rank's vocabulary rows, and losses are over the whole
         vocabulary.
         """
 

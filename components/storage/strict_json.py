@@ -16,11 +16,10 @@ def parse_strict_json(text: bytes, *, max_values: int, infinities: bool = False)
     """
     if (parts := sum(text.count(sign) for sign in b"{[,:")) > max_values:
         raise ValueError(f"it has {parts} values, above the limit of {max_values}")
+    parse = float if infinities else _parse_finite_number
     try:
         return json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=_build_dict_without_duplicates,
-            parse_constant=float if infinities else _refuse_nan_and_infinity,
+            text.decode(), object_pairs_hook=_build_dict_without_duplicates, parse_float=parse, parse_constant=parse
         )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
@@ -42,6 +41,8 @@ def _build_dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, An
     return value
 
 
-def _refuse_nan_and_infinity(word: str) -> Any:
-    """Raise ValueError for NaN and infinities."""
-    raise ValueError(f"{word} is not a JSON number")
+def _parse_finite_number(text: str) -> float:
+    """Return a number. Raises ValueError for NaN and infinities, also for too large numbers, such as 1e999."""
+    if abs(number := float(text)) < float("inf"):  # False for NaN
+        return number
+    raise ValueError(f"{text:.99} is not a finite number")

@@ -153,7 +153,8 @@ def open_and_check_folder(
     targets = _find_target_tensors(module, mapper, excluded)
     shapes = {name: _unsplit_shape(name, tensor, slices) for name, tensor in targets.items()}
     for name, weight_format in list_quantized_parameter_formats(module).items():
-        shapes[name] = weight_format.weight_shape(shapes[name])
+        if name in shapes:
+            shapes[name] = weight_format.weight_shape(shapes[name])
     expected = StackedExperts(DequantizedSource(source), mapper.inputs)
     if reasons := list(_find_mismatches(expected, mapper, shapes)):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")

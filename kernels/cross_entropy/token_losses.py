@@ -17,8 +17,8 @@ def reshape_and_weight_losses(
 
 
 def multiply_by_token_weights(losses: Tensor, token_weights: Tensor | None) -> Tensor:
-    """Multiply losses (...) by their tokens' weights (...), if any."""
-    return losses if token_weights is None else losses * token_weights
+    """Multiply losses (...) by their tokens' weights (...), if any; weights get no gradient."""
+    return losses if token_weights is None else losses * token_weights.detach()
 
 
 def compute_logit_grad_factors(

@@ -323,8 +323,8 @@ def count_gradient_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, nee
 def _count_backward_scratch_bytes(
     hidden: Tensor, weight: Tensor, filter_eps: float, max_logits: int, needs_weight: bool
 ) -> int:
-    """Return the bytes for logit gradients, float32 sums, and the sorted copy of the weight."""
-    sums = 4 * weight.numel() if needs_weight and weight.dtype != torch.float32 else 0
+    """Return the bytes for logit gradients, float32 sums (unless they are the result), and the sorted weight."""
+    sums = 4 * weight.numel() if needs_weight and (filter_eps or weight.dtype != torch.float32) else 0
     return count_logits_bytes(hidden, weight, max_logits) + sums + (weight.nbytes if filter_eps else 0)
 
 

@@ -129,7 +129,7 @@ class _Choice(Function):
         queries.new_empty(*queries.shape[:2], chosen, dtype=dtype) for dtype in (torch.int32, torch.float32)
     ),
     flops=lambda queries, keys: float(queries.numel() * keys.shape[1]),  # earlier keys are half of all
-    scratch=lambda queries, keys: min(SCORE_BYTES, 4 * queries.shape[:2].numel() * keys.shape[1]),
+    scratch=lambda queries, keys, chosen: min(SCORE_BYTES, 4 * queries.shape[:2].numel() * max(keys.shape[1], chosen)),
 )
 def _choose_keys(
     results: tuple[Tensor, Tensor],

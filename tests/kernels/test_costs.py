@@ -170,6 +170,26 @@ def test_cross_entropy_costs_count_the_gradients_that_are_needed(needs_hidden: b
     assert (cut.flops, cut.scratch) == (whole.flops, 2 * 1000 + 4 * weight.numel() * needs_weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_filter_sorts_the_weight_and_its_gradient(dtype: torch.dtype) -> None:
+    """Beside the result, a filtered backward pass has float32 sums in sorted order, and the sorted weight."""
+    hidden, weight, targets = logits(dtype)
+    inputs = hidden, weight, targets, targets, targets, None
+    operator = torch.ops.drawloom.cut_cross_entropy_backward.default
+    cut = compute_operation_costs(operator, (*inputs, 0.1, 128, 256, 0, True, True), {}, None)
+    assert cut.scratch == 4 * weight.numel() + weight.nbytes
+
+
+def test_more_chosen_keys_than_keys_have_scores() -> None:
+    """The choice pads the scores (tokens, keys) of few keys to the number of chosen ones."""
+    import_module("drawloom.kernels.sparse_attention.triton")
+    queries, keys = torch.empty(2, 8, 4, 16, device=META), torch.empty(2, 32, 16, device=META)
+    for chosen, columns in ((4, 32), (64, 64)):
+        inputs = queries, keys, torch.empty(2, 8, 4, device=META), *torch.empty(2, 2, 8, device=META, dtype=torch.int32)
+        costs = compute_operation_costs(torch.ops.drawloom.choose_keys.default, (*inputs, chosen), {}, None)
+        assert costs.scratch == 4 * 2 * 8 * columns
+
+
 def test_logits_that_are_written_and_dropped_are_scratch_memory() -> None:
     """All logits in a forward pass without gradients are scratch, and so are some float32 logits in `cut`."""
     hidden, weight, targets = logits(torch.bfloat16)

@@ -75,8 +75,9 @@ def test_a_failed_run_does_not_end_the_sweep(folder: Path) -> None:
 
 def test_a_search_goes_on_from_its_folder(folder: Path) -> None:
     """
-    The points that a search has chosen run again if they have not finished, and then others follow. A run without the
-    metric ends the search, and points of a search can't be submitted.
+    The points that a search has chosen run again if they have not finished, and then others follow. A chosen point that
+    has finished before does not run again. A run without the metric ends the search, and points of a search can't be
+    submitted.
     """
     pytest.importorskip("optuna", reason="needs the package optuna: pip install 'drawloom[search]'")
     words = ["sweep", "tiny.toml", "trainer.steps=1", "trainer.on_finish=[]", "optimizer.lr=1e-4..1e-1:log"]
@@ -89,6 +90,9 @@ def test_a_search_goes_on_from_its_folder(folder: Path) -> None:
     rows = read_run_rows(runs)
     assert second.code == 0 and f"run 1 of 2: {row.run}" in second.text, second.text
     assert len(rows) == 2 and row.run in {row.run for row in rows} and {row.state for row in rows} == {"finished"}
+    (runs / "search.json").unlink()
+    third = drawloom(folder, *words, "--search", "2", "--metric", "loss")[0]
+    assert third.code == 0 and third.text.count("is finished") == 2, third.text
     none = drawloom(folder, *words, "--search", "3", "--metric", "accuracy")[0]
     assert none.code == 2 and "--metric accuracy: " in none.text and len(read_run_rows(runs)) == 2, none.text
     refused = drawloom(folder, *words, "--search", "4", "--submit", "sweep.sh")[0]

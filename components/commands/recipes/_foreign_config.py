@@ -244,9 +244,8 @@ def _complete_training(imported: Imported, config: Settings) -> None:
             imported.set_value(f"trackers.{name}.use", f"trackers.{name}", "report_to" if name in names else "")
         elif name != "none":
             imported.unmapped.append(f"report_to = {name!r}")
-    for key in ("optim", "optimizer"):
-        if str(config.get(key)).endswith("8bit"):
-            imported.set_value("optimizer.state_dtype", "uint8", key)
+    if imported.values.get("optimizer.use") == "optim.stochastic_adamw":  # of optimizers in 8 bits, the only one
+        imported.set_value("optimizer.state_dtype", "uint8", imported.comments["optimizer.use"])
 
 
 def _complete_rows(imported: Imported, config: Settings) -> None:

@@ -76,8 +76,8 @@ class ProcessPool:
         """
         Run all commands, and yield index and exit code when one ends. `on_start(index)` is called before a start.
 
-        A command is taken from the iterable when it can start. After a signal nothing more is started; processes that
-        the signal stops have its code.
+        A command is taken from the iterable when it can start. After a signal nothing more is started. A process that a
+        signal kills has the code FAILED; one that handles it has its own.
         """
         waiting, is_exhausted = enumerate(commands), False
         while self._running or not (is_exhausted or self.received):
@@ -87,7 +87,9 @@ class ProcessPool:
                 else:
                     index, command = following
                     on_start(index)
-                    self._running[index] = self._start_process(command)
+                    self._running[index] = process = self._start_process(command)
+                    if self.received:  # while the process was started
+                        process.send_signal(self.received)
             for index, code in [(index, process.poll()) for index, process in self._running.items()]:
                 if code is not None:
                     del self._running[index]
@@ -271,9 +273,6 @@ class SweepCommand(RecipeCommand):
             self._write_array_script(self.submit, folder, commands)
         if self.dry_run or self.submit is not None:
             return SweepResult(folder, queue.runs, [], 0)
-        for number, run in enumerate(queue.runs, 1):
-            if run.state == "finished":
-                print_escaped_text(f"run {number} of {queue.count}: {run.run} is finished")
         with open_pool_with_signal_forwarding(self.jobs) as pool:
             for index, code in pool.run_and_yield_exit_codes(
                 queue.iterate_queued_and_searched_commands(), queue.report_start
@@ -368,17 +367,20 @@ class SweepQueue:
 
     def iterate_queued_and_searched_commands(self) -> Iterator[list[str]]:
         """
-        Yield the commands of unfinished runs, and then of runs that a search chooses when they can start.
+        Yield the commands of unfinished runs, in order; a search chooses the next run when it can start.
 
         An error of the search ends the iteration, and is kept in `error`, so that running processes are waited for.
         """
-        yield from (self.command.make_train_command(self.project, run.words) for run in self.unfinished)
         try:
-            while self.search is not None and len(self.runs) < self.count:
-                point = self.search.choose_and_record_point()
-                [run] = self.command.load_and_check_runs(self.project, [point], self.folder)
-                self.runs.append(run)
-                yield self.command.make_train_command(self.project, run.words)
+            for number in range(self.count):
+                if self.search is not None and number == len(self.runs):
+                    point = self.search.choose_and_record_point()
+                    self.runs += self.command.load_and_check_runs(self.project, [point], self.folder)
+                run = self.runs[number]
+                if run.state == "finished":  # a search may choose a point of an earlier grid in the folder
+                    print_escaped_text(f"run {number + 1} of {self.count}: {run.run} is finished")
+                else:
+                    yield self.command.make_train_command(self.project, run.words)
         except (UserError, RecipeError) as error:
             self.error = error
 

@@ -1,10 +1,18 @@
-"""Copies at neighbours that are sent while training continues."""
+"""Copies at neighbours on other machines, sent while training continues."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
-from drawloom.components.checkpoint.peer_memory import NeighbourCopy, PeerMemory, StateMemory
+from drawloom.components.checkpoint.peer_memory import (
+    NeighbourCopy,
+    PeerMemory,
+    StateMemory,
+    _choose_copy_source_by_rank,
+)
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
@@ -53,3 +61,29 @@ def test_a_copy_is_sent_while_training_continues() -> None:
     assert early < LATE / 2
     assert copies == [(2, 21.0), (4, 41.0)] and others == [(2, 20.0), (4, 40.0)]
     assert restored == 4 and (value, other_value) == (40.0, 41.0)
+
+
+@pytest.mark.parametrize(
+    ("machines", "pairs"),
+    [
+        ([0, 0, 1, 1], 4),
+        ([0, 1, 1, 2], 4),
+        ([0, 0, 0, 0, 1, 1], 4),  # two ranks of the first machine have no partner on the other
+        ([0, 0, 0], 0),
+        ([0], 0),
+    ],
+)
+def test_as_many_copies_as_possible_are_on_another_machine(machines: list[int], pairs: int) -> None:
+    """Every rank of a replica has another rank's copy; a replica of one rank has none."""
+    ranks = range(len(machines))
+    members = [[machine, rank] for rank, machine in enumerate(machines)]
+    sources = []
+    for rank in ranks:
+        replica = SimpleNamespace(rank=rank, size=len(machines), gather_json=lambda _: members)
+        mesh: Any = SimpleNamespace(
+            model_copy_group=replica, world=SimpleNamespace(rank=rank, gather_json=lambda source: [source])
+        )
+        sources += _choose_copy_source_by_rank(mesh, machines[rank])
+    assert sorted(sources) == [*ranks] * (len(machines) > 1)
+    assert sum(machines[rank] != machines[source] for rank, source in enumerate(sources)) == pairs
+    assert not any(rank == source for rank, source in enumerate(sources))

@@ -1,5 +1,6 @@
 """Reading the newest weights of an unfinished run."""
 
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,12 @@ from drawloom.components.commands import _trained
 from drawloom.components.commands.models.export import ExportCommand
 from drawloom.graph import UserError
 from drawloom.graph.cli.arguments import parse_command
+from drawloom.graph.inspect.resolved import make_resolved_recipe
+from drawloom.graph.project import Project, Recipe
+from drawloom.graph.recipe.lockfile import LOCK
+from drawloom.ports import FILES, Schedule
 from support.checkpoints import save_steps, state_of
+from support.qwen3 import SIZES, dense
 
 
 @attrs.define
@@ -122,3 +128,46 @@ def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch:
     project: Any = None
     with pytest.raises(UserError, match=r"has no state of \[gone\]"), export(tmp_path).open_run(project):
         pass
+
+
+def load_for_one_process(folder: Path, **tables: Any) -> Recipe:
+    """Return the recipe that commands make from a run's lock file, without problems."""
+    (folder / "config.json").write_text(json.dumps(dense(**SIZES).hugging_face_config()))
+    model = {"use": "model.auto", "path": str(folder)}
+    recipe = Recipe.load("first_run").with_values({"model": None}).with_values({"model": model, **tables})
+    (folder / LOCK).write_text(make_resolved_recipe(recipe.graph).lock, "utf-8")
+    loaded = _trained._load_recipe_for_one_process(Project.from_package("drawloom"), folder / LOCK, folder / FILES)
+    assert [str(problem) for problem in loaded.graph.problems] == []
+    return loaded
+
+
+def test_stages_that_share_a_model_keep_the_weights_they_need(tmp_path: Path) -> None:
+    """A frozen model and adapters read the folder of their common model; the model itself has no weights."""
+    recipe = load_for_one_process(
+        tmp_path,
+        lora={"use": "adapters.lora", "rank": 4, "alpha": 8.0, "targets": ["*.q_proj"]},
+        stages={"adapters": ["@lora"]},
+        reference={"use": "stages.frozen", "model": "@model"},
+        loss={"use": "loss.distill"},
+    )
+    nodes = recipe.graph.nodes
+    assert [nodes[name].settings["weights"] for name in ("stages", "reference")] == [tmp_path] * 2
+    assert nodes["model"].settings["weights"] is False
+
+
+def test_a_circular_pipeline_is_replaced_for_one_process(tmp_path: Path) -> None:
+    """Its executor runs no other schedule, so it becomes the plain executor."""
+    circular = {"executor": {"use": "pipeline.circular.executor"}, "schedule": {"use": "pipeline.schedules.circular"}}
+    recipe = load_for_one_process(tmp_path, mesh={"pipeline": 2}, **circular)
+    assert recipe.graph.nodes["executor"].spec.use == "pipeline.executor"
+
+
+@pytest.mark.parametrize("use", ["pipeline.schedules.dual_pipe_v", "pipeline.from_csv"])
+def test_schedules_are_replaced_for_one_process(tmp_path: Path, use: str) -> None:
+    """An inline schedule for several ranks becomes one for a single rank."""
+    table = tmp_path / "table.csv"
+    table.write_text("0F0,,,0B0\n,1F0,1B0,\n", "utf-8")
+    inline = {"use": use} | ({"path": str(table)} if use.endswith("csv") else {})
+    recipe = load_for_one_process(tmp_path, executor={"schedule": inline}, mesh={"pipeline": 2})
+    uses = [recipe.graph.nodes[name].spec.use for name in recipe.graph.implementers(Schedule)]
+    assert uses == ["pipeline.schedules.one_f_one_b"] * 2

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drawloom.components.distributed.process_group import TorchGroup
+from drawloom.components.distributed.process_group import TorchGroup, mark_blocked_and_convert_errors
+from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.graph import UserError
 from support.processes import RanksFailedError, run_ranks
@@ -105,6 +106,22 @@ def test_a_lost_peer_is_an_error_that_names_the_group() -> None:
     text, seconds = caught.value.values[0]
     assert "group world (ranks 0, 1) failed on rank 0" in text
     assert seconds < 2
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (RuntimeError("\nconnection closed\nby peer"), UserError, "torch says: connection closed$"),
+        (RuntimeError(""), UserError, r"another process stopped; see its log. torch says: RuntimeError\(''\)"),
+        (torch.OutOfMemoryError("tried to allocate"), torch.OutOfMemoryError, "^tried to allocate$"),
+    ],
+)
+def test_errors_of_torch_get_a_diagnosis_unless_memory_lacks(
+    error: RuntimeError, kind: type[Exception], text: str
+) -> None:
+    """Any message, even an empty one, is diagnosed; no other process is blamed for a rank's lack of memory."""
+    with pytest.raises(kind, match=text), mark_blocked_and_convert_errors(RankMonitor(), "a sum", "world", [0, 1]):
+        raise error
 
 
 def test_a_group_of_one_changes_nothing() -> None:

@@ -14,6 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from drawloom.components.distributed import launched_ranks, torchrun
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launched_ranks import LaunchedRanks
 from drawloom.components.distributed.membership import CURRENT, Generation, Membership, RunProcess, Spares
 from drawloom.components.distributed.processes import TorchProcesses
@@ -164,6 +165,15 @@ def _slow_partner(limit: float) -> str:
 def test_a_changed_timeout_holds_for_groups_that_exist() -> None:
     """After set_timeout a collective of an existing group gives up after the new time."""
     assert run_ranks(_slow_partner, 2, 0.5) == ["gave up", "late"]
+
+
+def test_a_changed_timeout_holds_for_groups_that_are_made_later() -> None:
+    """With survival, a rank waits for the others of a new group as long as set_timeout allows."""
+    device = ComputeDevice(kind="cpu", backend="gloo")
+    groups = GroupFactory(device, 0, 3, timeout=3.0, survives_rank_losses=True, store=HashStore())
+    groups.set_timeout(0.1)
+    with pytest.raises(RuntimeError, match=r"not all ranks came to make group pair within 0\.1 s"):
+        groups.make_group("pair", [[0, 1], [2]])
 
 
 @pytest.mark.parametrize(

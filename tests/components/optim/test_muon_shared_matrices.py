@@ -29,12 +29,16 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Places]] = {
     "experts on two ranks": ((6, 4, 5), lambda rank: ((3 * (rank // 2), 0, 0), (3, 4, 5))),
     "columns of experts": ((3, 4, 8), lambda rank: ((0, 0, 2 * rank), (3, 4, 2))),
 }
+ROWS: dict[str, tuple[tuple[int, ...], Places]] = {
+    name: ((1, 4), lambda rank: ((min(rank, 1), 0), (int(rank == 0), 4))) for name in ("a row", "another row")
+}
+"""Matrices that the first rank has whole, without a copy, though another rank may compute them."""
 
 
 def matrices() -> dict[str, Tensor]:
     """Return the whole matrices, float64."""
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).double() for name, (shape, _) in LAYOUTS.items()}
+    return {name: torch.randn(shape, generator=generator).double() for name, (shape, _) in (LAYOUTS | ROWS).items()}
 
 
 def _orthogonalize_shared() -> tuple[dict[str, Tensor], list[int]]:
@@ -50,11 +54,14 @@ def _orthogonalize_shared() -> tuple[dict[str, Tensor], list[int]]:
     processes.open()
     try:
         group = processes.make_group("all", [list(range(RANKS))])
-        places = {
-            name: TensorSlice(shape, *slice_of_rank(group.rank)) for name, (shape, slice_of_rank) in LAYOUTS.items()
-        }
-        updates = {name: whole[places[name].index()] for name, whole in matrices().items()}
-        return SharedMatrices(places, group).orthogonalize_slices(updates, 5), elements
+        outputs: dict[str, Tensor] = {}
+        for layouts in (LAYOUTS, ROWS):
+            places = {
+                name: TensorSlice(shape, *slice_of_rank(group.rank)) for name, (shape, slice_of_rank) in layouts.items()
+            }
+            updates = {name: matrices()[name][places[name].index()] for name in layouts}
+            outputs |= SharedMatrices(places, group).orthogonalize_slices(updates, 5)
+        return outputs, elements
     finally:
         processes.close()
 
@@ -63,7 +70,7 @@ def test_slices_equal_whole_matrices_computed_once() -> None:
     """With any slices, results are bitwise equal to one process's; ranks divide the work, without repetition."""
     ranks: list[Any] = run_ranks(_orthogonalize_shared, RANKS)
     wholes = matrices()
-    for name, (shape, slice_of_rank) in LAYOUTS.items():
+    for name, (shape, slice_of_rank) in (LAYOUTS | ROWS).items():
         expected = orthogonalize(wholes[name], 5)
         for rank, (slices, _) in enumerate(ranks):
             assert torch.equal(slices[name], expected[TensorSlice(shape, *slice_of_rank(rank)).index()]), (name, rank)

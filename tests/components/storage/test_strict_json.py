@@ -28,8 +28,9 @@ def test_valid_json_is_parsed_as_by_the_standard_library(value: Any) -> None:
     [
         (b'{"a": 1, "b": 2, "a": 3}', "'a' more than once"),
         (b'{"a": {"b": 1, "\\u0062": 2}}', "'b' more than once"),
-        (b'{"a": NaN}', "NaN is not a JSON number"),
-        (b"[-Infinity]", "-Infinity is not a JSON number"),
+        (b'{"a": NaN}', "NaN is not a finite number"),
+        (b"[-Infinity]", "-Infinity is not a finite number"),
+        (b"[1.5, -1e999]", "-1e999 is not a finite number"),
         (b"[" * 900, "nested too deeply|Expecting value"),
         (b'"\xff"', "can't decode"),
         (b"", "Expecting value"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.model import StoredLayer
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.weights.dequantized import DequantizedSource
-from drawloom.components.weights.load import fill_module
+from drawloom.components.weights.load import fill_module, open_and_check_folder
 from drawloom.components.weights.mapper import chunk, parallel, rename, sequential, transpose, unstack
 from drawloom.graph import UserError
 from drawloom.kernels.weight_formats.eager import FLOAT8, FORMATS, MXFP4, NF4, NF4_VALUES, WeightFormat
@@ -175,6 +175,15 @@ def test_mxfp4_is_kept_through_a_transpose() -> None:
     codes, kept_scales = MXFP4.unpack_storage(module.weight.detach())
     assert torch.equal(codes, blocks)
     assert torch.equal(kept_scales, torch.exp2(scales.float() - 127).bfloat16())
+
+
+def test_a_quantized_weight_may_be_excluded(tmp_path: Path) -> None:
+    """A folder without an excluded weight fits, and the weight stays unchanged."""
+    save_file({}, tmp_path / "model.safetensors")
+    module = Frozen((24, 768), NF4)
+    source = open_and_check_folder(tmp_path, module, rename({}), {"a.weight"})
+    fill_module(source, module, rename({}), excluded={"a.weight"})
+    assert module.weight.is_meta
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

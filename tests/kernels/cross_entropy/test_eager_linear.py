@@ -205,12 +205,14 @@ def test_gradients_flow_through_losses_and_lse(outputs: str) -> None:
 
 
 def test_losses_are_multiplied_by_token_weights() -> None:
-    """Token weights multiply losses and their gradients, but not lse."""
+    """Token weights multiply losses and their gradients, but not lse; they get no gradient, as in larger chunks."""
     hidden, weight, targets = random_case((2, 5))
-    weights = torch.rand(2, 5)
+    weights = torch.rand(2, 5, requires_grad=True)
     hidden.requires_grad_()
     plain, lse = linear_cross_entropy_eager(hidden, weight, targets)
     actual, same_lse = linear_cross_entropy_eager(hidden, weight, targets, token_weights=weights)
     assert torch.equal(actual, plain * weights) and torch.equal(lse, same_lse)
     expected = torch.autograd.grad((plain * weights).sum(), hidden)
-    torch.testing.assert_close(torch.autograd.grad(actual.sum(), hidden), expected)
+    grad, none = torch.autograd.grad(actual.sum(), (hidden, weights), allow_unused=True)
+    torch.testing.assert_close(grad, *expected)
+    assert none is None

@@ -50,6 +50,7 @@ num_generations: 8
 per_device_train_batch_size: 4
 gradient_accumulation_steps: 6
 report_to: [wandb, comet_ml]
+optim: lion_8bit
 """
 TORCHTITAN = """
 [model]
@@ -158,10 +159,14 @@ def test_torchtitan_configuration_becomes_a_valid_recipe(run_import: Import, tmp
 
 
 def test_rows_of_grpo_are_prompts(run_import: Import) -> None:
-    """TRL's batch sizes count completions, and drawloom's prompts; a tracker without a component is reported."""
+    """
+    TRL's batch sizes count completions, and drawloom's prompts. A tracker and an optimizer without a component are
+    reported, and the base's optimizer gets no setting that it lacks.
+    """
     result = run_import("grpo.yaml", GRPO, "--ranks", "2")
     values = result["values"]
-    assert isinstance(values, dict) and result["unmapped"] == ["report_to = 'comet_ml'"]
+    assert isinstance(values, dict) and "state_dtype" not in values["optimizer"]
+    assert result["unmapped"] == ["optim = 'lion_8bit'", "report_to = 'comet_ml'"]
     assert values["extends"] == "grpo" and values["vars"] == {"base": "base", "length": 512}
     assert values["batch"] == {"micro_size": 1, "global_size": 6} and values["rollout"] == {"group_size": 8}
 

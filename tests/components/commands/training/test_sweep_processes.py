@@ -45,3 +45,11 @@ def test_a_signal_goes_to_all_processes_and_starts_nothing_more() -> None:
         codes = dict(pool.run_and_yield_exit_codes(commands, lambda _: None))
     assert pool.received == signal.SIGTERM and set(codes) == {0, 1}
     assert set(codes.values()) <= {143, 1} and time.monotonic() - began < 20
+
+
+def test_a_signal_during_a_start_goes_to_the_new_process() -> None:
+    """A process that a signal kills has failed; a lost signal would let it end by itself, with code 0."""
+    commands = [[sys.executable, "-S", "-c", "import time; time.sleep(10)"]] * 2
+    with open_pool_with_signal_forwarding(2) as pool:
+        codes = dict(pool.run_and_yield_exit_codes(commands, lambda _: signal.raise_signal(signal.SIGTERM)))
+    assert codes == {0: 1} and pool.received == signal.SIGTERM

@@ -139,7 +139,7 @@ TEXTS = {
     "map no object": ('{"weight_map": ["x"]}', "has no weight_map"),
     "names twice": ('{"weight_map": {"a": "x", "b": "x", "a": "y"}}', "it has 'a' more than once"),
     "maps twice": ('{"weight_map": {"a": "x"}, "weight_map": {"a": "x"}}', "it has 'weight_map' more than once"),
-    "NaN": ('{"weight_map": NaN}', "NaN is not a JSON number"),
+    "NaN": ('{"weight_map": NaN}', "NaN is not a finite number"),
     "nested": ('{"weight_map": ' + "[" * 100_000, "is not readable JSON"),
     "too many": ('{"weight_map": {' + '"t": "x", ' * 400_000 + '"t": "x"}}', "values, above the limit of 750000"),
     "too long": (" " * (33 * 2**20), "above the limit of 33554432"),
