@@ -3,10 +3,10 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 693_856,
+    "tokens of the source": 692_373,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 13_150,
-    "code lines imported by run": 19_620,
+    "code lines imported by check": 13_140,
+    "code lines imported by run": 19_611,
     "functions on the journey rate": 39,
     "files on the journey rate": 20,
     "functions on the journey batch": 146,
@@ -15,10 +15,10 @@ BUDGETS = {
     "files on the journey checkpoint": 40,
 }
 """
-The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown five
+The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown six
 times: by conversations with tools, eight model families, `ask`, `plan --floor`, rollouts ahead of the policy, kernels
-and exchanges that overlap, decays by channel, grafts, hyper-connections, and sparse attention. No other run imports
-them.
+and exchanges that overlap, decays by channel, grafts, hyper-connections, sparse attention, and environments of
+`verifiers`. No other run imports them.
 """
 
 

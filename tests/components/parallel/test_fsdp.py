@@ -265,7 +265,7 @@ def _logits_beside_a_change() -> torch.Tensor:
         with torch.no_grad():
             for rank in range(2):
                 if mesh.shard_group.rank == rank:
-                    logits = stage.module(tokens, context, lambda hidden, head: head.logits(hidden))
+                    logits: torch.Tensor = stage.module(tokens, context, lambda hidden, head: head.logits(hidden))
                     for _, parameter in stages.named_parameters():
                         parameter.mul_(2)
                 mesh.shard_group.gather_json(None)
