@@ -531,7 +531,7 @@ def _choose_copy_source_by_rank(mesh: Mesh, machine: int) -> list[int]:
     replica = mesh.model_copy_group
     members = replica.gather_json([machine, mesh.world.rank])
     machines = [number for number, _ in members]
-    # A replica's ranks may be unequally many on the machines: the best shift has most pairs on two machines.
+    # Machines may have different numbers of a replica's ranks: the best shift has the most pairs on two machines.
     shift = max(
         range(1, replica.size),
         key=lambda shift: sum(number != machines[rank - shift] for rank, number in enumerate(machines)),

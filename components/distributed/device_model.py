@@ -28,16 +28,15 @@ class Reached:
     seconds. The defaults are fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape, in rows of one
     document of 4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench NAME=breakdown`), whose plans
     are 0.1 to 4.9 % off; `host` is fitted to Qwen3-0.6B in microbatches of one row, whose plan is 3.5 % off, and
-    `packed` to kernels alone (`make bench NAME=kernels ONLY=attention`). All-gathers of 256 MB to 1 GB between two H200
-    reach `messages` (`make bench NAME=several RANKS=2 ONLY=--links`). `drawloom plan --calibrate` measures all of them
-    on a machine.
+    `packed` to kernels alone (`make bench NAME=kernels ONLY=attention`). `drawloom plan --calibrate` measures these
+    numbers on a machine.
     """
 
     products: float = 0.71
     attention: float = 0.53
     packed: float = 0.6
     memory: float = 0.65
-    messages: float = 0.58
+    messages: float = 0.75
     launch: float = 3e-6
     host: float = 60e-6
 

@@ -1,5 +1,5 @@
 """
-Process with an environment of the package `verifiers`, and a fork of it for each conversation.
+Process that loads an environment of the package `verifiers`, and forks for each conversation.
 
 The first request loads the environment. Then every new pipe belongs to a fork, which runs the environment's own
 loop: the loop asks its client for the model's answers, and the client here reads them from the pipe. When the pipe

@@ -356,8 +356,8 @@ def write_hugging_face_folder(
 
     def write_other_files(folder: Path, files: list[PlannedFile]) -> None:
         """
-        Write the config, the base folder's other files, the tokenizer and the step; the config's dtype is that of the
-        tensors not carried over from the base.
+        Write the config, the base folder's other files, the tokenizer and the step. The config names the dtype of the
+        tensors that are not carried over from the base.
         """
         carried = () if origin is None else origin.carried
         specs = {name: spec for file in files for name, spec in file.specs.items() if name not in carried}

@@ -105,7 +105,7 @@ class DecoderConfig:
     """Regular expressions, replaced one after another in the names of tensors in files."""
 
     renamed_modules: ClassVar[Mapping[str, str]] = {}
-    """Regular expressions, replaced in the names in files for those of transformers' modules, where these differ."""
+    """Regular expressions, replaced in names in files where transformers names its modules otherwise."""
 
     # Class variables that a family may declare as keys.
     residual_multiplier = 1.0

@@ -32,7 +32,7 @@ CASES = {
 
 
 ALIKE = ("deepseek_v2", "deepseek_v32", "glm4_moe", "olmo3", "qwen3_5", "qwen3_5_moe", "smollm3")
-"""Families whose blocks are those of other cases."""
+"""Families whose blocks occur in other cases, too."""
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.soak] * (case in ALIKE)) for case in CASES])

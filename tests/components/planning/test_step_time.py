@@ -63,13 +63,13 @@ def test_passes_hide_exchanges_up_to_their_own_length() -> None:
     """
     exchanges = [
         ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, Work(planned=0.25)),
-        ReplicaTimes({1: 2.5}, {1: 14.0}, 2.0, 30.0, Work(planned=0.5)),
+        ReplicaTimes({1: 2.5}, {1: 22.0}, 2.0, 30.0, Work(planned=0.5)),
     ]
     planned_time = estimate_step_time(
         PROGRAM, build_cost_table(COSTS, exchanges, message_seconds=0.0, host_link_bandwidth=1.0), COSTS, exchanges
     )
-    assert planned_time.compute == pytest.approx(2 * (3.0 + CONTENTION * 2.5) + 2 * 16.5)
-    assert (planned_time.gather, planned_time.sync, planned_time.update) == (2.0, max(CONTENTION * 30.0, 13.5), 0.5)
+    assert planned_time.compute == pytest.approx(2 * (3.0 + CONTENTION * 2.5) + 2 * 24.5)
+    assert (planned_time.gather, planned_time.sync, planned_time.update) == (2.0, max(CONTENTION * 30.0, 5.5), 0.5)
     others = planned_time.compute + planned_time.bubble
     assert planned_time.seconds == pytest.approx(others + 2.0 + CONTENTION * 30.0 + 0.5)
 
