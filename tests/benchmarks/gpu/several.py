@@ -7,7 +7,8 @@ medians over the steps after `WARM_UPS`, the plan's prediction, and peak memory.
 time: to compute, as one GPU does with the same tokens, or to send its bytes at the measured bandwidth. Losses in the
 first steps are compared with one GPU's for the same batches.
 
-On a machine with more GPUs than ranks, runs take their GPUs in turn and run side by side.
+Runs take their GPUs in turn, and run side by side where GPUs are free: first those on one GPU, then every row's.
+torchtitan runs once for rows that differ only in what it has no counterpart for, such as CUDA graphs.
 
 With fewer GPUs than ranks, the ranks share them (`device.share`): then rates mean nothing, but losses, launches and the
 host's time do. `ONLY="0.6B !reshard"` selects rows by words in their names, and none with the word behind `!`;
@@ -102,8 +103,13 @@ LORA = (
 )
 LONG = ('stages.recompute="blocks"', 'offload.use="pipeline.offloaded_inputs"')
 
+OURS_ALONE = ("overlap", "capture", "copies")
+"""Nodes that torchtitan has no counterpart for, and which change how a row is computed, but not what."""
+
 SCHEDULES = {"one_f_one_b": "1F1B", "zero_bubble_v": "ZBVZeroBubble"}
 WEIGHT_BYTES = 2
+LONGEST = 2**17
+"""The longest row in tokens that also runs on one GPU; a longer row's step takes minutes."""
 
 
 @attrs.frozen
@@ -164,7 +170,7 @@ def list_rows(ranks: int) -> list[Row]:
         *(Row(experts, {"data_shard": ranks, "expert": ranks}, 4, edits=(*kept, *symmetric, *edits)) for edits in room),
         *(
             Row(large, {"data_shard": ranks}, 2, edits=(*edits, *transfers))
-            for edits in (('float8.use="float8.training"',), LORA)
+            for edits in (('float8.use="float8.training"',), LORA, (*kept, *LORA))
             for transfers in ((), copied)
         ),
         Row(large, {"context": ranks}, 1, 262_144, edits=LONG),
@@ -198,6 +204,8 @@ def main() -> None:
         rows = [row for count in counts for row in list_rows(count) if all(is_selected(row, word) for word in words)]
         table = Table(rates, Path(folder), Gpus(gpus))
         with ThreadPoolExecutor(max(len(rows), 1)) as executor:
+            for row in rows:
+                table.start_on_one_gpu(row)
             for row in rows:
                 executor.submit(table.print_row, row).add_done_callback(lambda printed: printed.result())
                 time.sleep(0.1)  # rows take their GPUs in this order
@@ -320,22 +328,33 @@ class Table:
     gpus: Gpus
     alone: dict[Row, "Future[Result]"] = attrs.field(init=False, factory=dict)
     """The runs on one GPU, which rows share."""
+    titan: dict[str, "Future[str]"] = attrs.field(init=False, factory=dict)
+    """torchtitan's runs by configuration, which rows share."""
     runs: ThreadPoolExecutor = attrs.field(init=False, factory=lambda: ThreadPoolExecutor(64))
+
+    def start_on_one_gpu(self, row: Row) -> "Future[Result] | None":
+        """Start a row's run on one GPU unless another row has; None for a run that takes too long there."""
+        if row.length > LONGEST:
+            return None
+        one = attrs.evolve(row, mesh={}, microbatches=row.global_rows // row.rows, edits=_edits_on_one_gpu(row))
+        if one not in self.alone:
+            self.alone[one] = self.runs.submit(self.run_ours, one, STEPS if TRACE else COMPARED)
+        return self.alone[one]
 
     def print_row(self, row: Row) -> None:
         """Print a row's lines when its runs have ended, or their failure."""
-        is_long = row.length > 2**17  # a step takes minutes, on one GPU twice as many
-        one = attrs.evolve(row, mesh={}, microbatches=row.global_rows // row.rows, edits=_edits_on_one_gpu(row))
+        alone = self.start_on_one_gpu(row)
         tokens = row.global_rows * row.tokens_per_row
-        if one not in self.alone and not is_long:
-            self.alone[one] = self.runs.submit(self.run_ours, one, STEPS if TRACE else COMPARED)
-        ours = self.runs.submit(self.run_ours, row, 2 if is_long else STEPS)
-        titan = self.runs.submit(self.run_titan, row, tokens)
+        ours = self.runs.submit(self.run_ours, row, STEPS if alone else 2)
+        job = json.dumps(titan_job(row)) if has_titan_run(row) else ""
+        if job not in self.titan:
+            self.titan[job] = self.runs.submit(self.run_titan, job, row.ranks, tokens)
+        titan = self.titan[job]
         planned = self.runs.submit(plan, row, self.new_folder(), tokens)
         lines = [row.name]
         try:
             lines += [f"    drawloom    {ours.result().describe(tokens, row.ranks)}"]
-            lines += [] if is_long else self.describe_floor(row, ours.result(), self.alone[one].result())
+            lines += self.describe_floor(row, ours.result(), alone.result()) if alone else []
         except RuntimeError as error:
             lines.append(f"    failed: {str(error).strip().splitlines()[-1]}")
         lines += [f"    plan        {planned.result()}", f"    torchtitan  {titan.result()}"]
@@ -367,28 +386,22 @@ class Table:
         operations = describe_trace(row, run / "traces") if TRACE and steps == STEPS else ""
         return Result(seconds, [line["loss"] for line in lines], max(line["memory"] for line in lines), operations)
 
-    def run_titan(self, row: Row, tokens: int) -> str:
-        """Train with torchtitan, and return its rate, time and memory."""
-        known = ("stages.reshard", "overlap", *SCHEDULES)
-        if (
-            row.model not in TITAN
-            or TINY
-            or "--ours" in sys.argv
-            or not all(any(name in edit for name in known) for edit in row.edits)
-        ):
+    def run_titan(self, job: str, ranks: int, tokens: int) -> str:
+        """Train with torchtitan by a configuration, and return its rate, time and memory."""
+        if not job:
             return "has no such run"
         if find_spec("torchtitan") is None:
             return "is not installed: pip install --no-deps torchtitan==0.2.2"
         folder = self.new_folder()
         target = folder / "titan.json"
-        words = (str(HERE / "titan_trainer.py"), json.dumps(titan_job(row)), str(target))
+        words = (str(HERE / "titan_trainer.py"), job, str(target))
         try:
-            with self.gpus.take(row.ranks) as variables:
-                _run(torchrun(row.ranks, *words), variables | {"TRACED": "3" if TRACE else "0"}, folder)
+            with self.gpus.take(ranks) as variables:
+                _run(torchrun(ranks, *words), variables | {"TRACED": "3" if TRACE else "0"}, folder)
         except RuntimeError as error:
             return f"failed: {str(error).strip().splitlines()[-1]}"
         result = json.loads(target.read_text())
-        return Result(result["seconds"], [], result["bytes"], result["operations"]).describe(tokens, row.ranks)
+        return Result(result["seconds"], [], result["bytes"], result["operations"]).describe(tokens, ranks)
 
 
 def describe_trace(row: Row, folder: Path) -> str:
@@ -423,9 +436,7 @@ class Result:
 
 def _edits_on_one_gpu(row: Row) -> tuple[str, ...]:
     return tuple(
-        edit
-        for edit in row.edits
-        if not edit.startswith(("schedule", "dispatcher", "stages.reshard", "overlap", "capture", "copies"))
+        edit for edit in row.edits if not edit.startswith(("schedule", "dispatcher", "stages.reshard", *OURS_ALONE))
     )
 
 
@@ -475,6 +486,13 @@ def plan(row: Row, folder: Path, tokens: int) -> str:
     return Result([planned["step_seconds"]] * (WARM_UPS + 1), [], max(planned["peak_memory_bytes"])).describe(
         tokens, row.ranks
     )
+
+
+def has_titan_run(row: Row) -> bool:
+    """Whether torchtitan has this model and mesh, and counterparts of the edits that change what is computed."""
+    known = ("stages.reshard", *OURS_ALONE, *SCHEDULES)
+    edits = all(any(name in edit for name in known) for edit in row.edits)
+    return edits and row.model in TITAN and not TINY and "--ours" not in sys.argv
 
 
 def titan_job(row: Row) -> dict[str, Any]:
