@@ -13,8 +13,9 @@ torchtitan runs once for rows that differ only in what it has no counterpart for
 With fewer GPUs than ranks, the ranks share them (`device.share`): then rates mean nothing, but losses, launches and the
 host's time do. `ONLY="0.6B !reshard"` selects rows by words in their names, and none with the word behind `!`;
 `ONLY=a|b` selects rows by either word. `ONLY=--links` prints the bandwidths alone, `--trace` also the GPU's time by
-kind and the longest operations of both programs and of one GPU in three steps, `--ours` leaves torchtitan out, and
-`--tiny` tries everything with small models on a CPU. `RANKS=2,4` prints the rows of both.
+kind and the longest operations of both programs and of one GPU in three steps, `--ours` leaves torchtitan out,
+`--rates` also floors and bandwidths, and `--tiny` tries everything with small models on a CPU. `RANKS=2,4` prints the
+rows of both.
 """
 
 import json
@@ -43,7 +44,7 @@ from benchmarks.gpu.breakdown import describe_operations
 from benchmarks.gpu.timeline import read
 
 HERE = Path(__file__).parent
-TINY, TRACE = "--tiny" in sys.argv, "--trace" in sys.argv
+TINY, TRACE, RATES = (word in sys.argv for word in ("--tiny", "--trace", "--rates"))
 STEPS, WARM_UPS, COMPARED = (6, 2, 4) if TINY else (26, 5, 10)
 """A run's steps, its first steps that are not counted, and its first steps whose losses are compared."""
 
@@ -197,8 +198,9 @@ def main() -> None:
         rates: dict[int, dict[str, float]] = {}
         for count in counts:
             print(f"{count} ranks", flush=True)
-            _run(torchrun(count, __file__, *sys.argv[1:]), {"LINKS": str(links)})
-            rates[count] = json.loads(links.read_text())
+            if not RATES:
+                _run(torchrun(count, __file__, *sys.argv[1:]), {"LINKS": str(links)})
+                rates[count] = json.loads(links.read_text())
         if "--links" in sys.argv:
             return
         rows = [row for count in counts for row in list_rows(count) if all(is_selected(row, word) for word in words)]
@@ -333,8 +335,8 @@ class Table:
     runs: ThreadPoolExecutor = attrs.field(init=False, factory=lambda: ThreadPoolExecutor(64))
 
     def start_on_one_gpu(self, row: Row) -> "Future[Result] | None":
-        """Start a row's run on one GPU unless another row has; None for a run that takes too long there."""
-        if row.length > LONGEST:
+        """Start a row's run on one GPU unless another row has; None if it is not wanted, or takes too long."""
+        if RATES or row.length > LONGEST:
             return None
         one = attrs.evolve(row, mesh={}, microbatches=row.global_rows // row.rows, edits=_edits_on_one_gpu(row))
         if one not in self.alone:
@@ -345,7 +347,7 @@ class Table:
         """Print a row's lines when its runs have ended, or their failure."""
         alone = self.start_on_one_gpu(row)
         tokens = row.global_rows * row.tokens_per_row
-        ours = self.runs.submit(self.run_ours, row, STEPS if alone else 2)
+        ours = self.runs.submit(self.run_ours, row, STEPS if row.length <= LONGEST else 2)
         job = json.dumps(titan_job(row)) if has_titan_run(row) else ""
         if job not in self.titan:
             self.titan[job] = self.runs.submit(self.run_titan, job, row.ranks, tokens)
@@ -492,7 +494,7 @@ def has_titan_run(row: Row) -> bool:
     """Whether torchtitan has this model and mesh, and counterparts of the edits that change what is computed."""
     known = ("stages.reshard", *OURS_ALONE, *SCHEDULES)
     edits = all(any(name in edit for name in known) for edit in row.edits)
-    return edits and row.model in TITAN and not TINY and "--ours" not in sys.argv
+    return edits and row.model in TITAN and not (TINY or RATES or "--ours" in sys.argv)
 
 
 def titan_job(row: Row) -> dict[str, Any]:
