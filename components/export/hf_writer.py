@@ -2,30 +2,22 @@
 
 import json
 import logging
-import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import attrs
 import torch
 
-from drawloom import UserError
-from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.single_process import SingleProcess
+from drawloom.components.export.base_folder import BaseFolder, find_base_folder, list_config_and_text_config
 from drawloom.components.export.shard_writer import (
-    Share,
     make_share_on_all_ranks,
     parameters_by_name,
     write_safetensors_folder_collectively,
 )
 from drawloom.components.storage.durable_files import read_file
-from drawloom.components.storage.safetensors.header import format_names
-from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.strict_json import parse_strict_json
-from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
+from drawloom.components.storage.tensor_source import TensorSpec
 from drawloom.components.weights.adapted import (
     HEAD,
     MergeRoundingLoss,
@@ -33,13 +25,7 @@ from drawloom.components.weights.adapted import (
     gather_and_measure_rounding_loss,
     make_merge_mapper,
 )
-from drawloom.components.weights.dequantized import (
-    DequantizedSource,
-    NameNesting,
-    find_multimodal_prefixes,
-    to_multimodal_name,
-)
-from drawloom.components.weights.mapper import identity, parallel, rename, select_outputs, sequential
+from drawloom.components.weights.mapper import parallel, rename, select_outputs, sequential
 from drawloom.components.weights.save import PlannedFile
 from drawloom.ports import (
     LOSS,
@@ -49,7 +35,6 @@ from drawloom.ports import (
     ChatTokenizer,
     ConfigJson,
     Group,
-    KeepsConfig,
     LanguageModel,
     LayeredLoss,
     Mapper,
@@ -59,180 +44,15 @@ from drawloom.ports import (
     Tokenizer,
 )
 
-WRITTEN = (
-    "config.json",
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "model.safetensors.index.json",
-    "trainer_state.json",
-)
-"""Name patterns (fnmatch) for the files an export writes."""
+log = logging.getLogger("drawloom.run")
 
-WRITTEN_BY_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files written by the run's tokenizer, if there is one."""
+DTYPE_KEYS = ("torch_dtype", "dtype")
+"""Keys of a config for the dtype of weights, in transformers 4 and 5."""
 
-KEPT_WITH_TOKENIZER = (
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "tokenizer.model.*",
-    "tekken.json",
-    "*.tiktoken",
-    "additional_chat_templates/*.jinja",
-)
-"""Other tokenizer files, which are right if the run's tokenizer is the folder's."""
+MAX_STATE_SIZE = 2**24  # bytes
+MAX_VALUES = 2**16  # of a generation_config.json, which has tens
 
-KEPT = (
-    "generation_config.json",
-    "*preprocessor_config.json",
-    "processor_config.json",
-    "chat_template.json",  # of processors
-    "*.py",  # code that `auto_map` in a config may name
-    "LICENSE*",
-    "NOTICE*",
-    "modules.json",  # of sentence-transformers, as the next ones
-    "*sentence_*.json",
-    "[0-9]_*/*",
-)
-"""Files that an export has unchanged. All files without a pattern here, such as other formats, are named in the log."""
-
-NOT_EXPORTED_KEYS = ("quantization_config", "compression_config")
-"""Config keys for quantized weights: exported weights are dequantized."""
-
-
-@attrs.frozen
-class BaseFolder:
-    """
-    Folder with a model's initial weights; exports keep its unloaded tensors, `carried`.
-
-    `style` are the text model's tensor prefixes, `config` is the folder's config with the exported model, and
-    `dtypes` are its matrices' dtypes by name.
-    """
-
-    folder: Path
-    carried: Sequence[str]
-    style: NameNesting
-    config: ConfigJson
-    dtypes: Sequence[str]
-
-    def map_to_names_in_folder(self, mapper: Mapper) -> Mapper:
-        """Return a mapper to the names in the folder, for a mapper to a text model's names."""
-        names = {name: to_multimodal_name(name, self.style) for name in mapper.outputs}
-        return sequential(mapper, rename(names)) if self.style else mapper
-
-    def add_unloaded_tensors_to(self, share: Share) -> Share:
-        """Return a rank's share in the export with the tensors not loaded."""
-        source = _CombinedSource(share.source, _open_source(self.folder), frozenset(self.carried))
-        return Share(source, parallel(share.mapper, identity(*self.carried)), {*share.writes, *self.carried})
-
-    def copy_other_files(self, target: Path, tokenizer: Tokenizer | None) -> None:
-        """Copy the files to keep, and log the other names."""
-        kept: tuple[str, ...] = KEPT
-        if tokenizer is None:
-            kept = (*kept, *WRITTEN_BY_TOKENIZER, *KEPT_WITH_TOKENIZER)
-        elif _writes_tokenizer_of(self.folder, tokenizer):
-            kept = (*kept, *KEPT_WITH_TOKENIZER)
-        dropped = []
-        for name in sorted(_list_files(self.folder)):
-            if _matches(name, kept):
-                (target / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(self.folder / name, target / name)
-            elif not _matches(name, (*WRITTEN, *(() if tokenizer is None else WRITTEN_BY_TOKENIZER))):
-                dropped.append(name)
-        if dropped:
-            log.info("the export has no copies of these files in %s: %s", self.folder, format_names(dropped))
-
-    def log_wider_dtype(self, exported: str | None) -> None:
-        """Log it if exported matrices are float32, and the folder's are narrower."""
-        if exported == "float32" and len(self.dtypes) == 1 and self.dtypes[0] in ("bfloat16", "float16"):
-            text = 'the export is in float32, as trained, and %s in %s; dtype = "%s" in [export] writes that'
-            log.info(text, self.folder, self.dtypes[0], self.dtypes[0])
-
-
-@attrs.frozen
-class _CombinedSource:
-    """Tensor source: `carried` tensors come from a folder, all others from a rank's parameters."""
-
-    own: TensorSource
-    folder: TensorSource
-    carried: frozenset[str]
-
-    def specs(self) -> Mapping[str, Any]:
-        kept = self.folder.specs()
-        return {**self.own.specs(), **{name: kept[name] for name in kept if name in self.carried}}
-
-    def tensor(self, name: str) -> Any:
-        return (self.folder if name in self.carried else self.own).tensor(name)
-
-
-def find_base_folder(
-    model: LanguageModel, stages: Stages, group: Group, base: Path | None, text_only: bool
-) -> BaseFolder | None:
-    """
-    Return the folder `base`, or the initial weights' folder, without other parts than the text model if `text_only`.
-
-    None if there is none. A collective: rank 0 reads the folder.
-    """
-    folder = base or stages.initial_folder
-    if folder is None:
-        return None
-    fields = run_on_rank0(group, lambda: _describe_base_folder_as_json(model, folder, text_only))
-    return None if fields is None else BaseFolder(folder, **fields)
-
-
-def _describe_base_folder_as_json(model: LanguageModel, folder: Path, text_only: bool) -> ConfigJson | None:
-    """Return BaseFolder's other fields as JSON, for all ranks; None if the folder can't be read."""
-    try:
-        specs, patterns = _open_source(folder).specs(), model.hugging_face_mapper().ignored
-        carried = [name for name in specs if any(fnmatchcase(name, pattern) for pattern in patterns)]
-        style = [list(pair) for pair in find_multimodal_prefixes(specs)]
-        config = model.hugging_face_config()
-        if isinstance(model, KeepsConfig) and (folder / "config.json").is_file():
-            config = model.build_updated_folder_config(folder / "config.json", text_only)
-        for part in list_config_and_text_config(config):
-            for key in NOT_EXPORTED_KEYS:
-                part.pop(key, None)
-        dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs.values() if len(spec.shape) > 1})
-        others = {"carried": carried, "style": style} if not text_only else {"carried": [], "style": []}
-        return {**others, "config": config, "dtypes": dtypes}
-    except UserError as error:
-        # The end of a run is too late to refuse the folder.
-        log.warning("the export has the trained model alone, and no other files of the base folder: %s", error)
-        return None
-
-
-def _open_source(folder: Path) -> TensorSource:
-    return DequantizedSource(open_safetensors_folder(folder))
-
-
-def list_config_and_text_config(config: ConfigJson) -> list[ConfigJson]:
-    """Return the config, and its `text_config` table if it has one (multimodal models)."""
-    return [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
-
-
-def _list_files(folder: Path) -> Iterator[str]:
-    """Yield the names of a folder's files, also inside its folders, without hidden ones."""
-    for path in folder.iterdir():
-        inner = path.iterdir() if path.is_dir() else ()
-        for file in (path, *inner):
-            name = str(file.relative_to(folder))
-            if file.is_file() and not name.startswith("."):
-                yield name
-
-
-def _matches(name: str, patterns: Collection[str]) -> bool:
-    """Return whether a name matches a pattern; a star does not match a slash."""
-    return any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
-
-
-def _writes_tokenizer_of(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer writes the same `tokenizer.json` as a folder has."""
-    file = folder / "tokenizer.json"
-    with TemporaryDirectory() as written:
-        tokenizer.save(Path(written))
-        copy = Path(written) / file.name
-        return file.is_file() and copy.is_file() and file.read_bytes() == copy.read_bytes()
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_token_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
@@ -244,19 +64,6 @@ def read_token_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
                 encoded = tokenizer.encode_with_control_tokens(token)
                 ids[f"{name}_id"] = int(encoded[0]) if len(encoded) == 1 else None
     return ids
-
-
-log = logging.getLogger("drawloom.run")
-
-DTYPE_KEYS = ("torch_dtype", "dtype")
-"""Keys of a config for the dtype of weights, in transformers 4 and 5."""
-
-MAX_STATE_SIZE = 2**24  # bytes
-
-
-MAX_VALUES = 2**16  # of a generation_config.json, which has tens
-
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def add_end_ids(config: ConfigJson, ids: Collection[int]) -> bool:
@@ -326,58 +133,81 @@ def write_hugging_face_folder(
     Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
-    head = loss if isinstance(loss, Scorer) else None
-    config = model.hugging_face_config()
-    adapters = stages.local[0].adapters
-    tied, merged = bool(config.get("tie_word_embeddings")), Mapper(())
+    is_classifier = isinstance(loss, Scorer)
+    adapters, merged = stages.local[0].adapters, Mapper(())
     if adapters:
-        merged = make_merge_mapper(build_meta_model_with_adapters(model, adapters), tied)
+        merged = make_merge_mapper(build_meta_model_with_adapters(model, adapters), _is_tied(model))
+    # Other parts than the text model have no classifier.
+    origin = find_base_folder(model, stages, group, base, text_only=is_classifier)
+    contents = _plan_contents(model, merged, loss, origin, read_token_ids(tokenizer))
+    if adapters:
+        _gather_and_log_rounding(gather_and_measure_rounding_loss(merged, parameters_by_name(stages), dtype), group)
+    share = make_share_on_all_ranks(stages, contents.mapper, group, dtype, only_inputs=is_classifier)
+    if contents.origin is not None and contents.origin.carried and group.rank == 0:
+        share = contents.origin.add_unloaded_tensors_to(share)
+
+    def write_other_files(folder: Path, files: list[PlannedFile]) -> None:
+        contents.write_config_and_kept_files(folder, files, tokenizer, is_cast=dtype is not None)
+        if tokenizer is not None:
+            # A classifier generates no text: the tokenizer's own end is enough.
+            others = [] if is_classifier else sorted({*end_ids} - {tokenizer.eos_id})
+            add_generation_end_ids(folder, [tokenizer.eos_id, *others])
+            tokenizer.save(folder)  # after the config, which determines the tokenizer class of transformers
+        if step is not None:
+            (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
+
+    write_safetensors_folder_collectively(target, share, group, max_shard, write_other_files)
+
+
+@attrs.frozen
+class _Contents:
+    """What an export's folder gets: its config, the mapper to its tensors, and the base folder, if there is one."""
+
+    config: ConfigJson
+    mapper: Mapper
+    origin: BaseFolder | None
+
+    def write_config_and_kept_files(
+        self, folder: Path, files: Sequence[PlannedFile], tokenizer: Tokenizer | None, is_cast: bool
+    ) -> None:
+        """
+        Write the config and the base folder's other files. The config names the dtype of the tensors that are not
+        carried over from the base.
+        """
+        carried = () if self.origin is None else self.origin.carried
+        specs = {name: spec for file in files for name, spec in file.specs.items() if name not in carried}
+        written = _write_config_with_dtype(folder, self.config, specs)
+        if self.origin is not None:
+            self.origin.copy_other_files(folder, tokenizer)
+            if not is_cast:
+                self.origin.log_wider_dtype(written)
+
+
+def _plan_contents(
+    model: LanguageModel, merged: Mapper, loss: object, origin: BaseFolder | None, ids: Mapping[str, int | None]
+) -> _Contents:
+    """Plan an export of a model after `merged`, with the loss's head or layers, and a tokenizer's ids."""
+    config = {**model.hugging_face_config(), **ids} if origin is None else origin.config
     mapper = sequential(merged, model.hugging_face_mapper())
-    origin = find_base_folder(model, stages, group, base, text_only=head is not None)  # other parts have no classifier
-    ids = read_token_ids(tokenizer)
-    config = {**config, **ids} if origin is None else origin.config
     _add_end_of_training(config, ids)
-    if head is not None:
-        config = make_sequence_classifier_config(config, head)
+    if isinstance(loss, Scorer):
+        config = make_sequence_classifier_config(config, loss)
         config["pad_token_id"] = _choose_padding_id(config, ids)
         body = select_outputs(mapper, {*mapper.outputs} - {HEAD})
         mapper = parallel(body, rename({f"{LOSS}.weight": SCORE}))
-    elif tied and HEAD in mapper.outputs:
+    elif _is_tied(model) and HEAD in mapper.outputs:
         for part in list_config_and_text_config(config):
             part["tie_word_embeddings"] = False
     if isinstance(loss, LayeredLoss):
         mapper = loss.extend_export(mapper, config)
     if origin is not None:
         mapper = origin.map_to_names_in_folder(mapper)
-        written = set(mapper.outputs)
-        origin = attrs.evolve(origin, carried=[name for name in origin.carried if name not in written])
-    if adapters:
-        _gather_and_log_rounding(gather_and_measure_rounding_loss(merged, parameters_by_name(stages), dtype), group)
+        origin = attrs.evolve(origin, carried=[name for name in origin.carried if name not in {*mapper.outputs}])
+    return _Contents(config, mapper, origin)
 
-    def write_other_files(folder: Path, files: list[PlannedFile]) -> None:
-        """
-        Write the config, the base folder's other files, the tokenizer and the step. The config names the dtype of the
-        tensors that are not carried over from the base.
-        """
-        carried = () if origin is None else origin.carried
-        specs = {name: spec for file in files for name, spec in file.specs.items() if name not in carried}
-        written = _write_config_with_dtype(folder, config, specs)
-        if origin is not None:
-            origin.copy_other_files(folder, tokenizer)
-            if dtype is None:
-                origin.log_wider_dtype(written)
-        if tokenizer is not None:
-            # A classifier generates no text: the tokenizer's own end is enough.
-            others = [] if head is not None else sorted({*end_ids} - {tokenizer.eos_id})
-            add_generation_end_ids(folder, [tokenizer.eos_id, *others])
-            tokenizer.save(folder)  # after the config, which determines the tokenizer class of transformers
-        if step is not None:
-            (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
 
-    own = make_share_on_all_ranks(stages, mapper, group, dtype, only_inputs=head is not None)
-    if origin is not None and origin.carried and group.rank == 0:
-        own = origin.add_unloaded_tensors_to(own)
-    write_safetensors_folder_collectively(target, own, group, max_shard, write_other_files)
+def _is_tied(model: LanguageModel) -> bool:
+    return bool(model.hugging_face_config().get("tie_word_embeddings"))
 
 
 def _add_end_of_training(config: ConfigJson, ids: Mapping[str, int | None]) -> None:

@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.checkpoint.peer_memory import (
-    NeighbourCopy,
-    PeerMemory,
-    StateMemory,
-    _choose_copy_source_by_rank,
-)
+from drawloom.components.checkpoint.memory_exchange import NeighbourCopy
+from drawloom.components.checkpoint.peer_memory import PeerMemory, StateMemory, _choose_copy_source_by_rank
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses

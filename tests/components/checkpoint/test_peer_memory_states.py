@@ -6,14 +6,14 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.checkpoint.peer_memory import (
+from drawloom.components.checkpoint.memory_exchange import (
     HeldState,
     NeighbourCopy,
     PartKey,
-    StateMemory,
     compute_digest,
     find_newest_complete,
 )
+from drawloom.components.checkpoint.peer_memory import StateMemory
 from drawloom.components.ports.slices import TensorSlice
 
 

@@ -6,8 +6,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.checkpoint import peer_memory
-from drawloom.components.checkpoint.peer_memory import (
+from drawloom.components.checkpoint import memory_exchange
+from drawloom.components.checkpoint.memory_exchange import (
     HeldState,
     PartKey,
     exchange_and_assemble_states,
@@ -58,7 +58,7 @@ def _nodes(rows: range, rank: int) -> dict[str, Any]:
 
 def _lose(lost: int, starts: list[int], ends: list[int]) -> tuple[dict[str, Any], list[int], int]:
     """Copy thirds of the state, forget those of `lost`, and return this rank's state with other rows."""
-    put(peer_memory, "ROUND", 20)  # bytes: many rounds
+    put(memory_exchange, "ROUND", 20)  # bytes: many rounds
     sent = [0]
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20)
     processes.open()
