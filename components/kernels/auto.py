@@ -328,6 +328,11 @@ class AutoKernels(_OperationSettings):
     def state_space(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Any) -> Tensor:
         return mask.apply_rule(self._functions["state_space"], (q, k, v, g))  # type: ignore[no-any-return]
 
+    def connect_streams(
+        self, streams: Tensor, output: Tensor | None, before: Tensor | None, connection: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._functions["connect_streams"](streams, output, before, connection)  # type: ignore[no-any-return]
+
     def linear_cross_entropy(
         self,
         hidden: Tensor,

@@ -37,9 +37,7 @@ OPERATIONS = {
     "rms_norm": _create_operation("RMSNorm", "rms_norm", "rms_norm"),
     "add_rms_norm": _create_operation("an addition with the RMSNorm of the sum", "rms_norm", "add_rms_norm"),
     "swiglu": _create_operation("silu(gate) * up", "gates", "swiglu"),
-    "swiglu_halves": _create_operation(
-        "silu(gate) * up of experts, whose gate and up are one tensor", "gates", "swiglu_halves"
-    ),
+    "swiglu_halves": _create_operation("silu(gate) * up of one tensor's halves", "gates", "swiglu_halves"),
     "geglu": _create_operation("gelu(gate) * up", "gates", "geglu"),
     "oss_swiglu_halves": _create_operation(
         "gpt-oss's clamped SwiGLU, gate and up in one tensor", "gates", "oss_swiglu_halves"
@@ -62,6 +60,7 @@ OPERATIONS = {
     "causal_conv": _create_operation("the convolution over tokens in recurrent layers", "gated_delta", "causal_conv"),
     "gated_delta_rule": _create_operation("the gated delta rule in recurrent layers", "gated_delta", "delta_rule"),
     "state_space": _create_operation("Mamba-2's recurrence", "state_space", "state_space"),
+    "connect_streams": _create_operation("hyper-connections", "hyper_connections", "connect_streams"),
     "linear_cross_entropy": Operation(
         "the loss over the vocabulary",
         {

@@ -320,3 +320,13 @@ class Kernels(Protocol):
 
         Inputs have the shapes of `gated_delta_rule`'s, and g is by value head.
         """
+
+    def connect_streams(
+        self, streams: Tensor, output: Tensor | None, before: Tensor | None, connection: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        Write a branch's output (..., width) to streams (..., n, width) with its weights `before`, and then read the
+        next branch's input (..., width) and weights (..., n + 2, n) by its `connection`, unless it is None.
+
+        The first result are the streams; `kernels/hyper_connections/eager.py` has the connection's parameters.
+        """

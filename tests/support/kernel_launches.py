@@ -17,6 +17,7 @@ from drawloom.kernels.gated_delta import triton as gated_delta
 from drawloom.kernels.gates import triton as gate_kernels
 from drawloom.kernels.gradients.triton import scale_and_sum_squares_triton, sum_parts_triton
 from drawloom.kernels.grouped_gemm import triton as grouped_gemm
+from drawloom.kernels.hyper_connections import triton as hyper_connections
 from drawloom.kernels.moe import triton as moe
 from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.rms_norm import triton as rms_norm
@@ -53,6 +54,7 @@ def launches() -> Iterator[tuple[str, Launch]]:
         exchanges,
         casts,
         recurrences,
+        connections,
         great_numbers,
     ):
         yield from part()
@@ -210,6 +212,25 @@ def _with_tma(launch: Launch) -> Launch:
             launch()
 
     return run
+
+
+def connections() -> Iterator[tuple[str, Launch]]:
+    sizes = product((BF16, FLOAT), (2, 4), (False, True), ((False, True), (True, True), (True, False)))
+    for dtype, count, constrained, (writes, reads) in sizes:
+        streams, output = empty(64, count, 2048, dtype=dtype), empty(64, 2048, dtype=dtype)
+        weights, rstd = empty(64, count + 2, count, dtype=FLOAT), empty(64, count, dtype=FLOAT)
+        shape = (count * (count + 2), count * 2048) if constrained else (count + 2, 2048)
+        parameters = empty(*shape, dtype=dtype), empty(count + 2, count, dtype=FLOAT), empty(count + 2, dtype=FLOAT)
+        inputs = streams, *((output, weights) if writes else (None,) * 2), *(parameters if reads else (None,) * 3)
+        name, kind = f"connect_streams {count} {dtype} {writes} {reads} {constrained}", constrained and reads
+        yield name, lambda inputs=inputs, kind=kind: hyper_connections._connect(*inputs, 1e-6, kind)
+        grads, saved = (streams, output, weights), (weights, weights, rstd)
+        yield (
+            f"{name} backward",
+            lambda grads=grads, inputs=inputs, saved=saved, kind=kind: hyper_connections._connect_backward(
+                *grads, *inputs, *saved, kind
+            ),
+        )
 
 
 def great_numbers() -> Iterator[tuple[str, Launch]]:

@@ -259,6 +259,7 @@ TRITON = (
     "causal_conv",
     "gated_delta_rule",
     "state_space",
+    "connect_streams",
     "rope",
     "qk_norm_rope",
     "linear_cross_entropy",

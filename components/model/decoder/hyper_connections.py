@@ -6,6 +6,7 @@ Between layers the streams are joined to one tensor: (..., streams * hidden_size
 """
 
 from collections.abc import Mapping, Sequence
+from math import log
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,8 @@ from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import Decoder
 from drawloom.components.model.decoder.specs import ConnectedBranch, ConnectionSpec, LayerContext
 from drawloom.components.model.layers import RMSNorm
+from drawloom.kernels.hyper_connections.eager import ConnectedStreams, Connection
 from drawloom.ports import Kernels, LayerRange, Role
-
-ROUNDS = 20
-"""Row and column normalizations, as in mHC."""
 
 
 class HyperConnection(nn.Module):
@@ -29,13 +28,15 @@ class HyperConnection(nn.Module):
     residual stream. Parameters are differences from this.
     """
 
+    is_constrained = False
+
     def __init__(self, architecture: DecoderConfig, spec: ConnectionSpec, kernels: Kernels) -> None:
         super().__init__()
-        count, self.spec, self.width = spec.streams, spec, architecture.hidden_size
+        count, self.spec, self.width, self.kernels = spec.streams, spec, architecture.hidden_size, kernels
         outputs, inputs, scales = self.projection_sizes
         self.norm = RMSNorm(inputs, architecture.rms_norm_eps, kernels)
         self.read, self.write = (nn.Parameter(torch.zeros(count)) for _ in range(2))
-        self.mix = nn.Parameter(torch.zeros(count, count))
+        self.mix = nn.Parameter(torch.zeros(count, count))  # (from stream, to stream)
         self.projection = nn.Parameter(torch.zeros(outputs, inputs))
         self.scale = nn.Parameter(torch.full((scales,), 0.01))
 
@@ -44,27 +45,29 @@ class HyperConnection(nn.Module):
         """The projection's outputs and inputs, and how many scales its outputs have."""
         return 2 + self.spec.streams, self.width, 2
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """
-        Return a branch's input (..., width), mixed streams (..., streams, width), and output weights (..., streams, 1).
+    @property
+    def initial_weights(self) -> tuple[float, float, float, float]:
+        """Weights to read other streams and `first`, to write, and to mix a stream into itself, perhaps as logits."""
+        return 0.0, 1.0, 1.0, 1.0
 
-        streams: (..., streams, width). Weights and mixed streams are at least float32.
+    def forward(self, streams: Tensor, output: Tensor | None, before: Tensor | None) -> ConnectedStreams:
         """
-        dtype = torch.promote_types(streams.dtype, torch.float32)
-        read, write, mix = self.compute_weights(streams, dtype)
-        wide = streams.to(dtype)
-        return (read.unsqueeze(-2) @ wide).squeeze(-2).to(streams.dtype), mix @ wide, write.unsqueeze(-1)
+        Write the last branch's output (..., width), if any, with its weights `before`, and read this branch's input.
 
-    def compute_weights(self, streams: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights to read and to write (..., streams), and to mix: (..., to stream, from stream)."""
-        # (..., streams, 2 + streams): every stream computes its own weights
-        dynamic = (self.norm(streams).to(dtype) @ self.projection.to(dtype).T).tanh()
-        alpha, beta = self.scale.to(dtype)
-        identity = torch.eye(self.spec.streams, dtype=dtype, device=streams.device)
-        read = _select_first_stream(self.spec, streams, dtype) + self.read.to(dtype) + alpha * dynamic[..., 0]
-        write = 1.0 + self.write.to(dtype) + beta * dynamic[..., 1]
-        # self.mix is (from stream, to stream)
-        return read, write, (identity + self.mix.to(dtype) + alpha * dynamic[..., 2:]).mT
+        streams: (..., streams, width). Weights are at least float32.
+        """
+        count, dtype = self.spec.streams, torch.promote_types(streams.dtype, torch.float32)
+        others, first, write, mix = self.initial_weights
+        start = mix * torch.eye(2 + count, count, dtype=dtype, device=streams.device).roll(2, 0)
+        start[0], start[1], start[0, self.spec.first] = others, write, first
+        to_streams, mix_scale = (self.mix, 2) if self.is_constrained else (self.mix.T, 0)
+        static = start + torch.cat([self.read[None], self.write[None], to_streams])
+        scale = torch.cat([self.scale[:2], self.scale[mix_scale].expand(count)]).to(dtype)
+        # A norm's weight may multiply the projection's inputs as well as the streams.
+        projection = (self.projection * self.norm.weight).to(streams.dtype)
+        connection = Connection(projection, static, scale, self.norm.eps, self.is_constrained)
+        connected: ConnectedStreams = self.kernels.connect_streams(streams, output, before, connection)
+        return connected
 
     def parameter_roles(self) -> Mapping[str, Role]:
         # Every channel is multiplied by the weights to read and to mix, and all channels by the projection.
@@ -81,28 +84,17 @@ class ConstrainedConnection(HyperConnection):
     At the start weights to read add up to 1, and most of it is for stream `first`.
     """
 
+    is_constrained = True
+
     @property
     def projection_sizes(self) -> tuple[int, int, int]:
         count = self.spec.streams
         return count * (2 + count), count * self.width, 3
 
-    def compute_weights(self, streams: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        count = self.spec.streams
-        dynamic = self.norm(streams.flatten(-2)).to(dtype) @ self.projection.to(dtype).T
-        parts, scales = dynamic.split([count, count, count * count], -1), self.scale.to(dtype)
-        start = torch.logit(0.8 * _select_first_stream(self.spec, streams, dtype) + 0.2 / count)
-        read = (start + self.read.to(dtype) + scales[0] * parts[0]).sigmoid()
-        write = 2.0 * (self.write.to(dtype) + scales[1] * parts[1]).sigmoid()
-        identity = torch.eye(count, dtype=dtype, device=streams.device)
-        logs = 8.0 * identity + self.mix.to(dtype) + scales[2] * parts[2].unflatten(-1, (count, count))
-        for _ in range(ROUNDS):
-            logs = logs.log_softmax(-2).log_softmax(-1)
-        return read, write, logs.exp()
-
-
-def _select_first_stream(spec: ConnectionSpec, streams: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 1 for the stream `first` and 0 for others, (streams,)."""
-    return (torch.arange(spec.streams, device=streams.device) == spec.first).to(dtype)
+    @property
+    def initial_weights(self) -> tuple[float, float, float, float]:
+        others = 0.2 / self.spec.streams
+        return log(others / (1.0 - others)), log((0.8 + others) / (0.2 - others)), 0.0, 8.0
 
 
 class HyperBlock(Block):
@@ -118,11 +110,12 @@ class HyperBlock(Block):
         """Map hidden states (..., hidden_size), or joined streams (..., streams * hidden_size), to joined streams."""
         streams = torch.unflatten(hidden, -1, (-1, self.width))
         streams = streams.expand(*streams.shape[:-2], self.streams, self.width)
+        output = weights = None
         for branch in self.branches:
-            inputs, mixed, weights = self.get_submodule(f"{branch.name}_connection")(streams)
+            connection = self.get_submodule(f"{branch.name}_connection")
+            streams, inputs, weights = connection(streams, output, weights)
             output = self.get_submodule(branch.name)(self.add_and_norm(None, inputs, branch).normed, context)
-            streams = (mixed + weights * output.unsqueeze(-2)).to(hidden.dtype)
-        return torch.flatten(streams, -2)
+        return torch.flatten(self.kernels.connect_streams(streams, output, weights, None)[0], -2)
 
 
 class StreamNorm(RMSNorm):

@@ -2,9 +2,10 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -130,16 +131,17 @@ def matmul_rate(size: int) -> float:
     return 2 * size**3 / (cost(lambda: a @ b).milliseconds * 1e-3)
 
 
-def show_kernels(run: Call, count: int) -> None:
-    """Print the times of the slowest kernels in a call."""
+def show_kernels(run: Call, count: int, before: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    """Print the slowest kernels' times, or with times from `before` those that grew most; return all in ms."""
     run()
     with profile(activities=[ProfilerActivity.CUDA]) as running:
         for _ in range(5):
             run()
         torch.cuda.synchronize()
     times = {event.key[:60]: event.self_device_time_total / 5000 for event in running.key_averages()}
-    for name, milliseconds in sorted(times.items(), key=lambda pair: -pair[1])[:count]:
-        print(f"    {name:60} {milliseconds:.3f} ms", flush=True)
+    for name in sorted(times, key=lambda name: before.get(name, 0.0) - times[name])[:count]:
+        print(f"    {name:60} {times[name]:.3f} ms", flush=True)
+    return times
 
 
 def _device() -> torch.device:

@@ -33,9 +33,9 @@ def connect(spec: ConnectionSpec) -> Any:
 
 def apply_branch(connection: Any, streams: Tensor, branch: Any) -> Tensor:
     """Return streams (tokens, streams, width) after a branch."""
-    inputs, mixed, weights = connection(streams)
-    output: Tensor = mixed + weights * branch(inputs).unsqueeze(-2)
-    return output
+    streams, inputs, weights = connection(streams, None, None)
+    connected: Tensor = connection.kernels.connect_streams(streams, branch(inputs), weights, None)[0]
+    return connected
 
 
 def apply_matrix(connection: Any, streams: Tensor, branch: Any) -> Tensor:

@@ -1,0 +1,77 @@
+"""
+Hyper-connections (arXiv 2409.19606), also manifold-constrained ones (mHC, arXiv 2512.24880), between branches.
+
+One operation ends a branch's connection and begins the next branch's, so that streams pass through memory once.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drawloom.kernels.operation import upcast
+
+ROUNDS = 20
+"""Row and column normalizations, as in mHC."""
+
+
+class Connection(NamedTuple):
+    """
+    Parameters of a branch's connection to n streams.
+
+    Normed streams are multiplied by `projection`: each one by (n + 2, width), or if `constrained` all together by
+    (n * (n + 2), n * width). Rows are for weights to read, to write, and to mix into stream 0, 1, ...; `static` (n + 2,
+    n) and `scale` (n + 2,) are at least float32.
+    """
+
+    projection: Tensor
+    static: Tensor
+    scale: Tensor
+    eps: float
+    constrained: bool
+
+
+class ConnectedStreams(NamedTuple):
+    """
+    Streams (..., n, width), and the next branch's input (..., width) and weights (..., n + 2, n).
+
+    Weights in row 0 read streams, in row 1 write to them, and in others mix them into stream 0, 1, ...
+    """
+
+    streams: Tensor
+    inputs: Tensor
+    weights: Tensor
+
+
+def connect_streams_eager(
+    streams: Tensor, output: Tensor | None, before: Tensor | None, connection: Connection | None
+) -> ConnectedStreams:
+    """
+    Write a branch's output (..., width) to streams (..., n, width), and read the next branch's input.
+
+    `before` are the branch's weights (..., n + 2, n), at least float32; `connection` is the next branch's, None at a
+    layer's end.
+    """
+    if output is not None and before is not None:
+        mixed = before[..., 2:, :] @ upcast(streams)
+        streams = (mixed + before[..., 1, :, None] * output.unsqueeze(-2)).to(streams.dtype)
+    if connection is None:
+        return ConnectedStreams(streams, streams.new_empty(0), streams.new_empty(0))
+    wide = upcast(streams)
+    weights = _compute_weights(wide, connection)
+    return ConnectedStreams(streams, (weights[..., :1, :] @ wide).squeeze(-2).to(streams.dtype), weights)
+
+
+def _compute_weights(streams: Tensor, connection: Connection) -> Tensor:
+    projection, static, scale, eps, constrained = connection
+    rows = streams.flatten(-2) if constrained else streams
+    factors = (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
+    products = (rows @ projection.to(rows.dtype).T) * factors
+    if not constrained:
+        return static + scale[:, None] * products.mT.tanh()
+    logits = static + scale[:, None] * products.unflatten(-1, static.shape)
+    mix = logits[..., 2:, :]
+    for _ in range(ROUNDS):
+        mix = mix.log_softmax(-2).log_softmax(-1)
+    read, write = logits[..., :2, :].sigmoid().unbind(-2)
+    return torch.cat([torch.stack([read, 2.0 * write], -2), mix.exp()], -2)
