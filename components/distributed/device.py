@@ -6,7 +6,6 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -50,6 +49,7 @@ class ComputeDevice:
         check=between(1, 10_001),
     )
 
+    _device: torch.device | None = internal(None)
     _threads_before: int | None = internal(None)
     _cuda_before: int | None = internal(None)
     _products_before: str | None = internal(None)
@@ -63,9 +63,13 @@ class ComputeDevice:
         if node.settings["kind"] == "cpu" and node.settings["tf32"]:
             yield node.problem("tf32", "only GPUs multiply in TF32, and kind is 'cpu'", "remove tf32")
 
-    @cached_property
+    @property
     def device(self) -> torch.device:
         """The device of this rank: `cpu`, or `cuda` with LOCAL_RANK as index, modulo the GPU count if shared."""
+        return self._device or self._choose_device()
+
+    def _choose_device(self) -> torch.device:
+        """Return the device for the present LOCAL_RANK, which a spare gets late."""
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if self.kind == "auto" else self.kind
         if kind == "cpu":
             return torch.device("cpu")
@@ -111,8 +115,23 @@ class ComputeDevice:
             )
 
     def open(self) -> None:
-        """Make the device torch's current device, and set torch's product precision (TF32) and thread count."""
-        if self.device.type == "cuda":
+        """Set torch's thread count, and make the device current, unless this process may wait for one as a spare."""
+        if not self._launch.spares:
+            self.make_current()
+        from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
+
+        threads = self.threads
+        if threads is None and THREADS not in os.environ:
+            # torch's default is the number of physical cores, regardless of the quota and other processes
+            threads = min(torch.get_num_threads(), count_threads_per_process(self._launch.local_world_size))
+        if threads is not None:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+
+    def make_current(self) -> None:
+        """Make the device torch's current device, and set torch's product precision (TF32)."""
+        self._device = self._choose_device()
+        if self._device.type == "cuda" and self._cuda_before is None:
             if self.shares_gpu:
                 # Set variables by which libraries let ranks share a GPU, and keep the old values for `close`
                 self._variables_before = {name: os.environ.get(name) for name in SHARED_GPU_VARIABLES}
@@ -125,15 +144,6 @@ class ComputeDevice:
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             # autograd's thread for the device binds no CUDA context by itself, and cuBLAS warns of it (torch 2.11)
             torch.autograd.backward(2 * torch.ones((), device=self.device, requires_grad=True))
-        from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
-
-        threads = self.threads
-        if threads is None and THREADS not in os.environ:
-            # torch's default is the number of physical cores, regardless of the quota and other processes
-            threads = min(torch.get_num_threads(), count_threads_per_process(self._launch.local_world_size))
-        if threads is not None:
-            self._threads_before = torch.get_num_threads()
-            torch.set_num_threads(threads)
 
     def close(self) -> None:
         """Restore torch's number of threads, current GPU and float32 precision, and libraries' variables."""

@@ -105,6 +105,7 @@ class LaunchedRanks:
         else:
             if RUNS:
                 free_closed_graphs()  # with the groups of earlier runs, whose threads poll their connections
+            self.device.make_current()
             self.groups = self._create_group_factory(Connections(self.launch.port))
             if not self.launch.is_single_process:
                 self.groups.join(self._connect_store_with_own_keys())
@@ -176,12 +177,6 @@ class LaunchedRanks:
         """Raise UserError if processes share a GPU: its kernels waiting for a lost rank do not end."""
         if self.device.backend != "nccl":
             return
-        if self.launch.spares:
-            raise UserError(
-                f"the launcher has {self.launch.spares} spare(s), which would start on other processes' GPUs; leave "
-                "out --spares: --max-restarts starts a lost process again, on its GPU",
-                exit_code=2,
-            )
         if self.device.shares_gpu and not self.launch.is_single_process:
             raise UserError(
                 "on_failure: 'continue' needs a GPU for each process, and some share one; start fewer processes, or "
@@ -195,10 +190,10 @@ class LaunchedRanks:
         monitor = RankMonitor(self.launch.rank, self.launch.world_size, error_file=launch.error_file)
         if self.groups.is_joined:
             world = self.groups.make_group("world", [range(self.launch.world_size)])
-            own = RunProcess.of_this_process()
-            processes = world.gather_json([secrets.token_hex(8), own.machine, own.pid])
+            own = RunProcess.from_launch(launch, is_member=True)
+            processes = world.gather_json([secrets.token_hex(8), attrs.asdict(own)])
             # a store may outlive a launch, and a process may open several runs
-            members = [RunProcess(machine, pid) for _, machine, pid in processes]
+            members = [RunProcess(**values) for _, values in processes]
             self.generation = Generation(processes[0][0], 0, members)
             RUNS[self.generation.run] = None if launch.agent_store else dist.distributed_c10d._get_default_store()
             monitor = self._start_membership(self.generation, self.groups.connections).monitor
@@ -233,6 +228,7 @@ class LaunchedRanks:
         self._control = membership.control
         self.generation.set_rank_environment(self.monitor.rank)
         self.launch = read_launch()
+        self.device.make_current()
         self.groups = self._create_group_factory(membership.connections)
         self.groups.monitor = self.monitor
         self._connect_stores(self.generation)

@@ -376,6 +376,9 @@ class Device(Protocol):
     def shares_gpu(self) -> bool:
         """Whether processes on this machine share GPUs."""
 
+    def make_current(self) -> None:
+        """Make this rank's device torch's current one; a spare has no device before."""
+
     def get_peak_memory_so_far(self) -> int:
         """Return this process's peak memory so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""
 

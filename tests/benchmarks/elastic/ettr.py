@@ -3,8 +3,8 @@ Effective training time ratio (ETTR) under faults: `make bench NAME=ettr`, with 
 
 A run with steps of about half a second, on the CPU or with a GPU for each process, loses a random process every 30 s:
 by SIGKILL, or by SIGSTOP. The mode `spare` has `processes.on_failure = "continue"` and a hot spare (`drawloom launch
---spares 1`, on a CPU only), the mode `continue` has no spare, and with `restart` all processes start again from the
-newest checkpoint. Figures are printed every minute, and before the run is stopped.
+--spares 1`), the mode `continue` has no spare, and with `restart` all processes start again from the newest checkpoint.
+Figures are printed every minute, and before the run is stopped.
 
 ETTR is a job's productive time divided by its wall-clock time; starts, and the work repeated after a fault, are not
 productive (Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025,
@@ -195,9 +195,9 @@ def measure_undisturbed_interval(log: str) -> float:
 
 
 def main() -> None:
-    """Measure every mode after the other; without `spare` on GPUs, unless it is named."""
+    """Measure every mode after the other."""
     ranks, seconds, *modes = sys.argv[1:] or ("2", "600")
-    for mode in modes or [mode for mode in WORDS if not (HAS_GPUS and mode == "spare")]:
+    for mode in modes or WORDS:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_corpus(folder, files=60)
