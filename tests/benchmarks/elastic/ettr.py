@@ -44,6 +44,7 @@ from drawloom.components.report.events import LOG, read_log
 from drawloom.components.report.metrics import read_metrics
 from support.runs import write_corpus
 
+TIMINGS = Path(__file__).with_name("recovery_timings.py")
 INTERVAL = 30.0  # seconds between two faults
 PRINT_INTERVAL = 60.0
 STOP_LIMIT = 60.0  # seconds for the run to end after SIGTERM
@@ -75,6 +76,9 @@ every = "never"
 
 [metrics.recovery]
 use = "metrics.recovery"
+
+[listeners.timings]
+use = "recovery_timings"
 """
 ON_GPUS = (
     *("vars.length=1024", "model.num_hidden_layers=12", "model.hidden_size=1024", "model.num_attention_heads=16"),
@@ -108,7 +112,7 @@ class Run:
         start = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", str(self.ranks)]
         spares = ["--spares", "1"] if self.mode == "spare" else []
         sizes = [f"batch.micro_size={MICRO_SIZE}", f"batch.global_size={MICRO_SIZE * MICROBATCHES * self.ranks}"]
-        words = ["run", "recipe.toml", *sizes, *(ON_GPUS if HAS_GPUS else ()), *WORDS[self.mode]]
+        words = ["run", "recipe.toml", f"--import={TIMINGS}", *sizes, *(ON_GPUS if HAS_GPUS else ()), *WORDS[self.mode]]
         with (
             (self.folder / "printed").open("wb") as printed,
             subprocess.Popen(
