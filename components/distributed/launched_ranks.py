@@ -11,12 +11,13 @@ from types import TracebackType
 from typing import Any, Literal
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom import Every, UserError, internal
 from drawloom.components.distributed.connections import Connections
-from drawloom.components.distributed.group_factory import GroupFactory
+from drawloom.components.distributed.group_factory import GroupFactory, load_libraries_on_gpu
 from drawloom.components.distributed.launch_store import (
     call_store_with_timeout,
     connect_to_launch_store,
@@ -98,7 +99,11 @@ class LaunchedRanks:
         membership, self.next = self.next, None
         if self.heartbeat_timeout is not None and not isinstance(membership, Membership):
             membership = wait_to_join_running_generation(
-                self.launch, self.timeout, self.heartbeat_timeout, is_member=membership == "spare"
+                self.launch,
+                self.timeout,
+                self.heartbeat_timeout,
+                self._warm_up_gpus,
+                is_member=membership == "spare",
             )
         if isinstance(membership, Membership):
             self._join_generation_groups(membership)
@@ -138,10 +143,12 @@ class LaunchedRanks:
         if self.survives_losses:  # spares need the shape if all members are lost
             self._control.compare_set(CURRENT, before.to_json(), self.generation.to_json())
 
-    def can_grow_with_spares(self) -> bool:
-        """Return whether enough processes wait to join; False on all ranks but the first."""
+    def can_grow_with_spares(self, state_bytes: int) -> bool:
+        """Return whether enough processes wait to join (`Processes.can_grow_with_spares`)."""
         if self.generation is None or self._spares is None or self.launch.rank > 0:
             return False
+        if self.launch.spares:
+            self._spares.announce_preparation(sys.modules.keys(), state_bytes)
         following = self.generation.choose_next_generation(set(), self._spares.find_waiting_spares().values())
         return len(following.members) > self.launch.world_size
 
@@ -172,6 +179,12 @@ class LaunchedRanks:
             return self.launch.rank in hanging
         self.monitor.report_failure(text)
         return True
+
+    def _warm_up_gpus(self) -> None:
+        """Prepare a hot spare for any of its machine's GPUs."""
+        if self.device.backend == "nccl":
+            for index in range(self.launch.local_world_size):
+                load_libraries_on_gpu(torch.device("cuda", index))
 
     def _check_gpus_survive_losses(self) -> None:
         """Raise UserError if processes share a GPU: its kernels waiting for a lost rank do not end."""

@@ -20,12 +20,14 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import closing, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom import UserError, internal
@@ -228,6 +230,24 @@ class Generation:
         return attrs.evolve(following, members=members, shards=shards if members else None)
 
 
+@attrs.frozen
+class Preparation:
+    """What a spare can do in advance: import a member's modules, and pin memory for a state with so many bytes."""
+
+    modules: Sequence[str]
+    state_bytes: int
+
+    def prepare(self) -> None:
+        """Prepare this process, and hide all objects so far from the garbage collector."""
+        for name in self.modules:
+            with suppress(Exception):  # some are made by code, and can't be imported by their name
+                import_module(name)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # torch keeps the freed memory: pinning some GB takes a second
+            torch.empty(self.state_bytes, dtype=torch.uint8, pin_memory=True)
+        gc.freeze()  # a recovery's collections would walk through the modules' million objects
+
+
 @attrs.define
 class Spares:
     """
@@ -237,6 +257,8 @@ class Spares:
     """
 
     store: Any
+    _module_count: int = internal(0)  # in the last announced preparation
+    _preparations: int = internal(0)  # found so far
     _known: dict[int, RunProcess] = internal(factory=dict)
     _settled: set[int] = internal(factory=set)  # admitted, or ended
 
@@ -268,6 +290,18 @@ class Spares:
         """Tell spares that they are members in this generation; a second call changes nothing."""
         for number in numbers:
             self.store.set(f"admitted/{number}", generation.to_json())
+
+    def announce_preparation(self, modules: Collection[str], state_bytes: int) -> None:
+        """Tell spares what they can prepare, if this member has imported more modules than before."""
+        if len(modules) > self._module_count:
+            self._module_count = len(modules)
+            self.store.set("preparation", json.dumps(attrs.asdict(Preparation([*modules], state_bytes))))
+            self.store.add("preparations", 1)
+
+    def find_new_preparation(self) -> Preparation | None:
+        """Return the newest preparation; None if the last call has returned it."""
+        before, self._preparations = self._preparations, self.store.add("preparations", 0)
+        return Preparation(**json.loads(self.store.get("preparation"))) if self._preparations > before else None
 
     def announce_run_end(self, exit_code: int) -> None:
         """Tell all spares that the run has ended with this exit code."""
@@ -322,11 +356,13 @@ def wait_as_spare(store: Any, run: str, own: RunProcess, silence: float) -> Gene
     """
     Wait in the launch's store until a generation of the run admits this process, and return it.
 
-    If all members are lost, the spares form a generation themselves. Members also count as lost if they send no
-    heartbeat for `silence` seconds. Raises ReportedError when the run ends, and UserError if the spares stay too few.
+    Meanwhile prepare for joining. If all members are lost, the spares form a generation themselves. Members also count
+    as lost if they send no heartbeat for `silence` seconds. Raises ReportedError when the run ends, and UserError if
+    the spares stay too few.
     """
     import_early_and_freeze_gc()
     spares = Spares(PrefixStore(run, store))
+    _prepare(spares)
     number = spares.register(own)
     log.info("this process waits as spare %d", number)
     with closing(MemberWatch(store, silence)) as members:
@@ -341,9 +377,15 @@ def wait_as_spare(store: Any, run: str, own: RunProcess, silence: float) -> Gene
                 raise UserError(
                     "all processes of the run are lost, and the waiting ones are too few for its mesh; start it again"
                 )
+            _prepare(spares)
             time.sleep(WAITING_TICK)
         members.end_lost_processes()
     return generation
+
+
+def _prepare(spares: Spares) -> None:
+    if (preparation := spares.find_new_preparation()) is not None:
+        preparation.prepare()
 
 
 def import_early_and_freeze_gc() -> None:
@@ -493,10 +535,10 @@ def start_membership(
 
 
 def wait_to_join_running_generation(
-    launch: Launch, timeout: float, heartbeat_timeout: float, *, is_member: bool
+    launch: Launch, timeout: float, heartbeat_timeout: float, warm_up: Callable[[], object], *, is_member: bool
 ) -> Membership | None:
     """
-    Wait as a spare until a generation admits this process.
+    Wait as a spare until a generation admits this process; a hot spare calls `warm_up` before.
 
     Return None if the launch has no run yet. `is_member` is True for a former member of the run. Raises ReportedError
     when the run ends, and UserError if its processes are gone.
@@ -511,6 +553,8 @@ def wait_to_join_running_generation(
     if generation.run in RUNS and not is_member:
         return None
     own = RunProcess.from_launch(launch, is_member=is_member)
+    if launch.spares and not is_member:
+        warm_up()
     outcome = wait_as_spare(store, generation.run, own, heartbeat_timeout + RECOVERY_MARGIN)
     membership = start_membership(launch, outcome, Connections(launch.port), timeout, heartbeat_timeout)
     return attrs.evolve(membership, control=store)

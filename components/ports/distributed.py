@@ -256,8 +256,12 @@ class Processes(Protocol):
         partitioned over `expert` ranks.
         """
 
-    def can_grow_with_spares(self) -> bool:
-        """Return whether enough processes wait to join; False on all ranks but the first."""
+    def can_grow_with_spares(self, state_bytes: int) -> bool:
+        """
+        Return whether enough processes wait to join; False on all ranks but the first.
+
+        They receive a state of about `state_bytes`, for which hot spares allocate memory in advance.
+        """
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout for collectives and transfers, in existing and future groups."""

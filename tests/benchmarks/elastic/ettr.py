@@ -16,6 +16,9 @@ section II-D). There are two figures:
 - `at the undisturbed speed`: the number of steps, times the median seconds between undisturbed steps' lines in the log.
   Slow steps count as lost, and the work between steps does not. Another load on the machine distorts it.
 
+After a mode, the medians of functions' seconds follow (`recovery_timings.py`), for processes that continue and for
+spares: from the agreement or the admission until the first step, and in it.
+
 `other` seconds are neither in steps nor in recoveries: the start, and the time between steps.
 """
 
@@ -36,6 +39,7 @@ from pathlib import Path
 import attrs
 import torch
 
+from benchmarks.elastic.recovery_timings import format_median_timings
 from drawloom.components.distributed.launch_store import connect_to_launch_store
 from drawloom.components.distributed.membership import CURRENT, Generation
 from drawloom.components.distributed.torchrun import read_launch
@@ -207,6 +211,7 @@ def main() -> None:
             write_corpus(folder, files=60)
             (folder / "recipe.toml").write_text(RECIPE, "utf-8")
             Run(folder, int(ranks), mode, random.Random(0)).measure(float(seconds))
+            print(format_median_timings(folder), flush=True)
 
 
 if __name__ == "__main__":

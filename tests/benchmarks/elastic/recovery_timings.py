@@ -9,7 +9,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar
@@ -128,11 +128,11 @@ class RecoveryTimings:
 def format_median_timings(folder: Path) -> str:
     """Return the median seconds by function for survivors and for spares, from the lines in a folder."""
     lines = [json.loads(line) for path in folder.glob("timings-*.jsonl") for line in path.read_text().splitlines()]
-    return "\n".join(_format_role(role, [line for line in lines if line[ROLE] == role]) for role in ("survivor", "spare"))
+    by_role = {role: [line for line in lines if line[ROLE] == role] for role in ("survivor", "spare")}
+    return "\n".join(_format_role(role, listed) for role, listed in by_role.items() if listed)
 
 
-def _format_role(role: str, lines: Iterable[dict[str, Any]]) -> str:
-    lines = list(lines)
+def _format_role(role: str, lines: Sequence[dict[str, Any]]) -> str:
     names = {name for line in lines for name in line} - {ROLE}
     medians = {name: statistics.median(line.get(name, 0.0) for line in lines) for name in names}
     shown = sorted(((value, name) for name, value in medians.items() if value >= MIN_SECONDS_SHOWN), reverse=True)

@@ -1,5 +1,6 @@
 """Agreement on the next generation: remaining ranks, and spares."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed.membership import (
     Generation,
+    Preparation,
     ReplicaShape,
     RunProcess,
     Spares,
@@ -22,6 +24,7 @@ from drawloom.components.distributed.membership import (
 from drawloom.components.distributed.mesh_layout import MODEL, Layout
 from drawloom.components.distributed.torchrun import Launch
 
+MODULE = "zipapp"  # nothing else imports it
 SPARES = [RunProcess("elsewhere", 100), RunProcess("elsewhere", 101)]
 
 
@@ -179,6 +182,24 @@ def test_spares_are_admitted_once_and_learn_the_end_of_the_run() -> None:
     assert spares.find_exit_code() is None
     spares.announce_run_end(3)
     assert Spares(store).find_exit_code() == 3
+
+
+def test_spares_import_what_a_member_has_imported() -> None:
+    """Each list is found once; a module that code has made without a file is skipped."""
+    store = HashStore()
+    member, spare = Spares(store), Spares(store)
+    assert spare.find_new_preparation() is None
+    member.announce_preparation(["made_by_code", MODULE], 10)
+    member.announce_preparation(["fewer"], 20)
+    found = spare.find_new_preparation()
+    assert found is not None and (found.modules, found.state_bytes) == (["made_by_code", MODULE], 10)
+    assert spare.find_new_preparation() is None
+    sys.modules.pop(MODULE, None)
+    found.prepare()
+    assert MODULE in sys.modules
+    Spares(store).announce_preparation([MODULE], 30)  # another member, in the next generation
+    assert spare.find_new_preparation() == Preparation([MODULE], 30)
+    gc.unfreeze()
 
 
 def test_a_generation_renumbers_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
