@@ -21,7 +21,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom import UserError, internal
 from drawloom.components.distributed.connections import (
@@ -125,22 +125,6 @@ def connect_two_ranks_by_nccl(store: Any, rank: int, ranks: Edge, timeout: timed
         backend = dist.ProcessGroupNCCL(store, rank, 2, options)
     backend.eager_connect_single_device(device)
     return backend
-
-
-def load_libraries_on_gpu(device: torch.device) -> None:
-    """
-    Create a CUDA context on a GPU, and load cuBLAS and NCCL there, which takes a second or more.
-
-    A hot spare does this while it waits. The context keeps about 0.6 GB of the GPU.
-    """
-    torch.cuda.set_device(device)
-    matrix = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    torch.autograd.backward((matrix @ matrix).sum())
-    backend = dist.ProcessGroupNCCL(HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
-    backend.eager_connect_single_device(device)
-    backend.shutdown()
-    del matrix
-    torch.cuda.empty_cache()
 
 
 @contextmanager

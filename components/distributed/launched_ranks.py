@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom import Every, UserError, internal
 from drawloom.components.distributed.connections import Connections
-from drawloom.components.distributed.group_factory import GroupFactory, load_libraries_on_gpu
+from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launch_store import (
     call_store_with_timeout,
     connect_to_launch_store,
@@ -102,7 +102,7 @@ class LaunchedRanks:
                 self.launch,
                 self.timeout,
                 self.heartbeat_timeout,
-                self._warm_up_gpus,
+                self._list_spare_gpus(),
                 is_member=membership == "spare",
             )
         if isinstance(membership, Membership):
@@ -180,11 +180,10 @@ class LaunchedRanks:
         self.monitor.report_failure(text)
         return True
 
-    def _warm_up_gpus(self) -> None:
-        """Prepare a hot spare for any of its machine's GPUs."""
-        if self.device.backend == "nccl":
-            for index in range(self.launch.local_world_size):
-                load_libraries_on_gpu(torch.device("cuda", index))
+    def _list_spare_gpus(self) -> list[torch.device]:
+        """Return the GPUs that a hot spare on this machine may get."""
+        count = self.launch.local_world_size if self.launch.spares and self.device.backend == "nccl" else 0
+        return [torch.device("cuda", index) for index in range(count)]
 
     def _check_gpus_survive_losses(self) -> None:
         """Raise UserError if processes share a GPU: its kernels waiting for a lost rank do not end."""

@@ -21,8 +21,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from contextlib import closing, suppress
-from importlib import import_module
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from drawloom import UserError, internal
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.launch_store import Failure, connect_to_launch_store
 from drawloom.components.distributed.peer_processes import PeerProcesses
+from drawloom.components.distributed.preparation import Preparation, load_libraries_on_gpu
 from drawloom.components.distributed.rank_monitor import KILL_TIMEOUT, MAX_WATCHED, RankMonitor
 from drawloom.components.distributed.torchrun import Launch, get_boot_and_namespace_id
 from drawloom.graph.cli.terminal import print_escaped_text
@@ -230,24 +230,6 @@ class Generation:
         return attrs.evolve(following, members=members, shards=shards if members else None)
 
 
-@attrs.frozen
-class Preparation:
-    """What a spare can do in advance: import a member's modules, and pin memory for a state with so many bytes."""
-
-    modules: Sequence[str]
-    state_bytes: int
-
-    def prepare(self) -> None:
-        """Prepare this process, and hide all objects so far from the garbage collector."""
-        for name in self.modules:
-            with suppress(Exception):  # some are made by code, and can't be imported by their name
-                import_module(name)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # torch keeps the freed memory: pinning some GB takes a second
-            torch.empty(self.state_bytes, dtype=torch.uint8, pin_memory=True)
-        gc.freeze()  # a recovery's collections would walk through the modules' million objects
-
-
 @attrs.define
 class Spares:
     """
@@ -352,17 +334,21 @@ log = logging.getLogger("drawloom.distributed")
 WAITING_TICK = 0.1  # seconds between two looks into the store
 
 
-def wait_as_spare(store: Any, run: str, own: RunProcess, silence: float) -> Generation:
+def wait_as_spare(
+    store: Any, run: str, own: RunProcess, silence: float, gpus: Sequence[torch.device] = ()
+) -> Generation:
     """
     Wait in the launch's store until a generation of the run admits this process, and return it.
 
-    Meanwhile prepare for joining. If all members are lost, the spares form a generation themselves. Members also count
-    as lost if they send no heartbeat for `silence` seconds. Raises ReportedError when the run ends, and UserError if
-    the spares stay too few.
+    Meanwhile prepare for joining with one of `gpus`. If all members are lost, the spares form a generation themselves.
+    Members also count as lost if they send no heartbeat for `silence` seconds. Raises ReportedError when the run ends,
+    and UserError if the spares stay too few.
     """
     import_early_and_freeze_gc()
     spares = Spares(PrefixStore(run, store))
-    _prepare(spares)
+    for gpu in gpus:
+        load_libraries_on_gpu(gpu)
+    _prepare_if_new(spares, gpus)
     number = spares.register(own)
     log.info("this process waits as spare %d", number)
     with closing(MemberWatch(store, silence)) as members:
@@ -377,15 +363,15 @@ def wait_as_spare(store: Any, run: str, own: RunProcess, silence: float) -> Gene
                 raise UserError(
                     "all processes of the run are lost, and the waiting ones are too few for its mesh; start it again"
                 )
-            _prepare(spares)
+            _prepare_if_new(spares, gpus)
             time.sleep(WAITING_TICK)
         members.end_lost_processes()
     return generation
 
 
-def _prepare(spares: Spares) -> None:
+def _prepare_if_new(spares: Spares, gpus: Sequence[torch.device]) -> None:
     if (preparation := spares.find_new_preparation()) is not None:
-        preparation.prepare()
+        preparation.prepare(gpus)
 
 
 def import_early_and_freeze_gc() -> None:
@@ -535,10 +521,10 @@ def start_membership(
 
 
 def wait_to_join_running_generation(
-    launch: Launch, timeout: float, heartbeat_timeout: float, warm_up: Callable[[], object], *, is_member: bool
+    launch: Launch, timeout: float, heartbeat_timeout: float, gpus: Sequence[torch.device], *, is_member: bool
 ) -> Membership | None:
     """
-    Wait as a spare until a generation admits this process; a hot spare calls `warm_up` before.
+    Wait as a spare until a generation admits this process, and prepare a new spare for `gpus`.
 
     Return None if the launch has no run yet. `is_member` is True for a former member of the run. Raises ReportedError
     when the run ends, and UserError if its processes are gone.
@@ -553,8 +539,6 @@ def wait_to_join_running_generation(
     if generation.run in RUNS and not is_member:
         return None
     own = RunProcess.from_launch(launch, is_member=is_member)
-    if launch.spares and not is_member:
-        warm_up()
-    outcome = wait_as_spare(store, generation.run, own, heartbeat_timeout + RECOVERY_MARGIN)
+    outcome = wait_as_spare(store, generation.run, own, heartbeat_timeout + RECOVERY_MARGIN, () if is_member else gpus)
     membership = start_membership(launch, outcome, Connections(launch.port), timeout, heartbeat_timeout)
     return attrs.evolve(membership, control=store)

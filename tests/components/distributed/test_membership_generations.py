@@ -14,7 +14,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed.membership import (
     Generation,
-    Preparation,
     ReplicaShape,
     RunProcess,
     Spares,
@@ -22,6 +21,7 @@ from drawloom.components.distributed.membership import (
     assign_local_ranks,
 )
 from drawloom.components.distributed.mesh_layout import MODEL, Layout
+from drawloom.components.distributed.preparation import Preparation
 from drawloom.components.distributed.torchrun import Launch
 
 MODULE = "zipapp"  # nothing else imports it
@@ -195,7 +195,7 @@ def test_spares_import_what_a_member_has_imported() -> None:
     assert found is not None and (found.modules, found.state_bytes) == (["made_by_code", MODULE], 10)
     assert spare.find_new_preparation() is None
     sys.modules.pop(MODULE, None)
-    found.prepare()
+    found.prepare([])
     assert MODULE in sys.modules
     Spares(store).announce_preparation([MODULE], 30)  # another member, in the next generation
     assert spare.find_new_preparation() == Preparation([MODULE], 30)
