@@ -6,6 +6,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -49,7 +50,6 @@ class ComputeDevice:
         check=between(1, 10_001),
     )
 
-    _device: torch.device | None = internal(None)
     _threads_before: int | None = internal(None)
     _cuda_before: int | None = internal(None)
     _products_before: str | None = internal(None)
@@ -63,13 +63,9 @@ class ComputeDevice:
         if node.settings["kind"] == "cpu" and node.settings["tf32"]:
             yield node.problem("tf32", "only GPUs multiply in TF32, and kind is 'cpu'", "remove tf32")
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device of this rank: `cpu`, or `cuda` with LOCAL_RANK as index, modulo the GPU count if shared."""
-        return self._device or self._choose_device()
-
-    def _choose_device(self) -> torch.device:
-        """Return the device for the present LOCAL_RANK, which a spare gets late."""
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if self.kind == "auto" else self.kind
         if kind == "cpu":
             return torch.device("cpu")
@@ -130,8 +126,8 @@ class ComputeDevice:
 
     def make_current(self) -> None:
         """Make the device torch's current device, and set torch's product precision (TF32)."""
-        self._device = self._choose_device()
-        if self._device.type == "cuda" and self._cuda_before is None:
+        vars(self).pop("device", None)  # a spare's LOCAL_RANK has changed
+        if self.device.type == "cuda" and self._cuda_before is None:
             if self.shares_gpu:
                 # Set variables by which libraries let ranks share a GPU, and keep the old values for `close`
                 self._variables_before = {name: os.environ.get(name) for name in SHARED_GPU_VARIABLES}

@@ -33,7 +33,6 @@ from drawloom.components.distributed.membership import (
     RunProcess,
     Spares,
     agree_on_next_generation,
-    import_early_and_freeze_gc,
     start_membership,
     wait_to_join_running_generation,
 )
@@ -147,8 +146,7 @@ class LaunchedRanks:
         """Return whether enough processes wait to join (`Processes.can_grow_with_spares`)."""
         if self.generation is None or self._spares is None or self.launch.rank > 0:
             return False
-        if self.launch.spares:
-            self._spares.announce_preparation(sys.modules.keys(), state_bytes)
+        self._spares.announce_preparation(sys.modules.keys(), state_bytes)
         following = self.generation.choose_next_generation(set(), self._spares.find_waiting_spares().values())
         return len(following.members) > self.launch.world_size
 
@@ -210,7 +208,9 @@ class LaunchedRanks:
             RUNS[self.generation.run] = None if launch.agent_store else dist.distributed_c10d._get_default_store()
             monitor = self._start_membership(self.generation, self.groups.connections).monitor
             if self.survives_losses:
-                import_early_and_freeze_gc()
+                import torch._dynamo  # noqa: F401
+
+                gc.freeze()  # a recovery's collections would walk through its million objects
                 self._control = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
             self._connect_stores(self.generation)
             if self.survives_losses:

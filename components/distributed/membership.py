@@ -12,7 +12,6 @@ If the launcher starts hot spares, a spare has no LOCAL_RANK, and so no GPU, bef
 no live process on its machine has.
 """
 
-import gc
 import itertools
 import json
 import logging
@@ -274,7 +273,7 @@ class Spares:
             self.store.set(f"admitted/{number}", generation.to_json())
 
     def announce_preparation(self, modules: Collection[str], state_bytes: int) -> None:
-        """Tell spares what they can prepare, if this member has imported more modules than before."""
+        """Publish a preparation for spares, if this member has imported more modules than before."""
         if len(modules) > self._module_count:
             self._module_count = len(modules)
             self.store.set("preparation", json.dumps(attrs.asdict(Preparation([*modules], state_bytes))))
@@ -344,7 +343,6 @@ def wait_as_spare(
     Members also count as lost if they send no heartbeat for `silence` seconds. Raises ReportedError when the run ends,
     and UserError if the spares stay too few.
     """
-    import_early_and_freeze_gc()
     spares = Spares(PrefixStore(run, store))
     for gpu in gpus:
         load_libraries_on_gpu(gpu)
@@ -372,18 +370,6 @@ def wait_as_spare(
 def _prepare_if_new(spares: Spares, gpus: Sequence[torch.device]) -> None:
     if (preparation := spares.find_new_preparation()) is not None:
         preparation.prepare(gpus)
-
-
-def import_early_and_freeze_gc() -> None:
-    """
-    Import modules that a recovery would import, and hide all objects so far from the garbage collector.
-
-    torch imports `torch._dynamo` with the first optimizer, which takes a second or more. A recovery's collections would
-    walk through its million objects.
-    """
-    import torch._dynamo  # noqa: F401
-
-    gc.freeze()
 
 
 def read_and_count_heartbeats(store: Any) -> tuple[Generation, int]:

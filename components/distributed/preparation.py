@@ -8,6 +8,7 @@ and its first use of torch.compile 1.9 s, which another compiled function, howev
 import gc
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +24,7 @@ COMPILER = "torch._inductor.compile_fx"
 
 @attrs.frozen
 class Preparation:
-    """What a spare can do in advance: import a member's modules, and pin memory for a state with so many bytes."""
+    """A member's modules, for spares to import in advance, and the bytes of its state, for which they pin memory."""
 
     modules: Sequence[str]
     state_bytes: int
@@ -35,8 +36,9 @@ class Preparation:
                 import_module(name)
         for gpu in gpus if COMPILER in self.modules else ():
             compile_small_function(gpu)
-        if gpus:  # torch keeps the freed memory: pinning some GB takes a second
-            torch.empty(self.state_bytes, dtype=torch.uint8, pin_memory=True)
+        with suppress(RuntimeError):  # if there is too little memory, it is pinned when the state comes
+            # torch keeps the freed memory: pinning some GB takes a second
+            torch.empty(self.state_bytes, dtype=torch.uint8, pin_memory=bool(gpus))
         gc.freeze()  # a recovery's collections would walk through the modules' million objects
 
 
@@ -53,6 +55,7 @@ def load_libraries_on_gpu(gpu: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
+@cache
 def compile_small_function(device: torch.device) -> None:
     """Compile a function and its backward pass, so that torch's compiler and Triton are loaded."""
     numbers = torch.ones(64, 64, device=device, requires_grad=True)

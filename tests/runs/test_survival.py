@@ -205,7 +205,7 @@ def test_a_spare_continues_without_any_member(folder: Path) -> None:
 
 
 def _run_and_find_local_rank(folder: Path, words: tuple[str, ...], dead: int) -> tuple[Outcome, str]:
-    """Run a process, of which the last is a spare and `dead` is killed, and return its last LOCAL_RANK, too."""
+    """Run a process, perhaps rank `dead`, a victim, or the last, a spare; return its last LOCAL_RANK, too."""
     outcome = run_with_deaths(folder, words, {dead: ("forward_backward", 5)}, 0, 1)
     return outcome, os.environ["LOCAL_RANK"]
 

@@ -1,5 +1,5 @@
 """
-Seconds in parts of a recovery, for `ettr.py`: which functions of a process take how long until its first step.
+Seconds in a recovery by function, for `ettr.py`, until the end of a process's first step.
 
 A listener, so that a recipe imports it; the import wraps the functions. A process writes a line at the end of its first
 step after every opening.

@@ -10,7 +10,6 @@ import attrs
 import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed import membership as spare
 from drawloom.components.distributed.launch_store import Failure
 from drawloom.components.distributed.membership import (
     CURRENT,
@@ -50,9 +49,8 @@ class LaunchStore:
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> LaunchStore:
-    """Return a launch's store; spares import nothing early."""
-    monkeypatch.setattr(spare, "import_early_and_freeze_gc", lambda: None)
+def launch() -> LaunchStore:
+    """Return a launch's store."""
     return LaunchStore()
 
 

@@ -103,7 +103,7 @@ def test_spares_get_the_local_ranks_of_lost_processes_on_their_machine() -> None
 
 
 def test_former_members_keep_their_local_ranks_before_new_spares_get_one() -> None:
-    """A rank that waits because its replica is incomplete still uses its GPU; if it is taken, it moves to another."""
+    """A rank waiting because its replica is incomplete still uses its GPU; if it is taken, it moves to another."""
     former, new = RunProcess("a", 11, 1, 4), RunProcess("a", 20, None, 4)
     live = [RunProcess("a", 10, 0, 4)]
     assert _list_local_ranks(assign_local_ranks(live, [new, former])) == [("a", 11, 1), ("a", 20, 2)]
@@ -185,17 +185,17 @@ def test_spares_are_admitted_once_and_learn_the_end_of_the_run() -> None:
 
 
 def test_spares_import_what_a_member_has_imported() -> None:
-    """Each list is found once; a module that code has made without a file is skipped."""
+    """Each list is read once; a module without a file, made by code, is skipped."""
     store = HashStore()
     member, spare = Spares(store), Spares(store)
     assert spare.find_new_preparation() is None
     member.announce_preparation(["made_by_code", MODULE], 10)
     member.announce_preparation(["fewer"], 20)
-    found = spare.find_new_preparation()
-    assert found is not None and (found.modules, found.state_bytes) == (["made_by_code", MODULE], 10)
+    preparation = spare.find_new_preparation()
+    assert preparation == Preparation(["made_by_code", MODULE], 10)
     assert spare.find_new_preparation() is None
     sys.modules.pop(MODULE, None)
-    found.prepare([])
+    preparation.prepare([])
     assert MODULE in sys.modules
     Spares(store).announce_preparation([MODULE], 30)  # another member, in the next generation
     assert spare.find_new_preparation() == Preparation([MODULE], 30)
