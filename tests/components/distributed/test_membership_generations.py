@@ -1,6 +1,5 @@
 """Agreement on the next generation: remaining ranks, and spares."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from drawloom.components.distributed.mesh_layout import MODEL, Layout
 from drawloom.components.distributed.preparation import Preparation
 from drawloom.components.distributed.torchrun import Launch
 
-MODULE = "zipapp"  # nothing else imports it
 SPARES = [RunProcess("elsewhere", 100), RunProcess("elsewhere", 101)]
 
 
@@ -184,22 +182,17 @@ def test_spares_are_admitted_once_and_learn_the_end_of_the_run() -> None:
     assert Spares(store).find_exit_code() == 3
 
 
-def test_spares_import_what_a_member_has_imported() -> None:
-    """Each list is read once; a module without a file, made by code, is skipped."""
+def test_preparations_are_read_once_and_grow() -> None:
+    """A member publishes its modules again only if they are more; a member of the next generation, in any case."""
     store = HashStore()
     member, spare = Spares(store), Spares(store)
     assert spare.find_new_preparation() is None
-    member.announce_preparation(["made_by_code", MODULE], 10)
+    member.announce_preparation(["first", "second"], 10)
     member.announce_preparation(["fewer"], 20)
-    preparation = spare.find_new_preparation()
-    assert preparation == Preparation(["made_by_code", MODULE], 10)
+    assert spare.find_new_preparation() == Preparation(["first", "second"], 10)
     assert spare.find_new_preparation() is None
-    sys.modules.pop(MODULE, None)
-    preparation.prepare([])
-    assert MODULE in sys.modules
-    Spares(store).announce_preparation([MODULE], 30)  # another member, in the next generation
-    assert spare.find_new_preparation() == Preparation([MODULE], 30)
-    gc.unfreeze()
+    Spares(store).announce_preparation(["other"], 30)
+    assert spare.find_new_preparation() == Preparation(["other"], 30)
 
 
 def test_a_generation_renumbers_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
