@@ -110,7 +110,8 @@ def test_a_spare_uses_no_gpu_before_it_has_a_local_rank(monkeypatch: pytest.Monk
     device.make_current()
     assert used == [device.device] == [torch.device("cuda", 1)]
     device.make_current()  # as in a launch without spares, where `open` has done it
-    assert len(used) == 1
+    device.close()
+    assert used[1:] == [device.device, 0, 0]  # torch's current GPU was 0 at both calls
 
 
 @pytest.mark.usefixtures("no_gpu")
