@@ -171,7 +171,7 @@ class Checkpointer:
             return
         if not step.goes_back:
             self._peers.reference_and_send(step)
-        joining = torch.tensor(0 if step.is_last else int(self.processes.can_grow_with_spares()))
+        joining = torch.tensor(0 if step.is_last else int(self.processes.can_grow_with_spares(self._peers.state_bytes)))
         self.mesh.world.max(joining)
         self._peers.memory.drop_older_neighbour_copies()
         if joining:

@@ -103,7 +103,8 @@ class PeerMemory:
     """
     States in ranks' memory, `memory` on this rank; copies for neighbours are sent over `copies`, a group of all ranks.
 
-    `sources` are the ranks whose copies ranks keep, by rank; empty without copies.
+    `sources` are the ranks whose copies ranks keep, by rank; empty without copies. `state_bytes` is the size of this
+    rank's state, which is 0 before it is referenced for the first time.
     """
 
     memory: StateMemory
@@ -112,6 +113,7 @@ class PeerMemory:
     neighbour_every: Cadence
     copies: Group
     sources: Sequence[int]
+    state_bytes: int = internal(0)
     _copy: Future[NeighbourCopy] | None = internal(None)
     _has_logged_copies: bool = internal(False)
 
@@ -142,6 +144,7 @@ class PeerMemory:
         self._wait_and_keep_neighbour_state()  # a skipped update has not waited for it
         self.mesh.world.wait_and_raise_if_broken()
         state = self.memory.reference_states(PartKey.of_this_rank(step.index, self.mesh), self.states)
+        self.state_bytes = self.state_bytes or sum(tensor.nbytes for tensor in state.pack().tensors.values())
         if self.sources and not step.is_last and is_due(self.neighbour_every, step):
             self._copy = submit_in_new_thread("neighbour", partial(self._exchange_copies_with_neighbours, state))
 

@@ -5,7 +5,8 @@ import resource
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -50,10 +51,7 @@ class ComputeDevice:
         check=between(1, 10_001),
     )
 
-    _threads_before: int | None = internal(None)
-    _cuda_before: int | None = internal(None)
-    _products_before: str | None = internal(None)
-    _variables_before: dict[str, str | None] = internal(factory=dict)
+    _restoring: ExitStack = internal(factory=ExitStack)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -111,20 +109,9 @@ class ComputeDevice:
             )
 
     def open(self) -> None:
-        """Make the device torch's current device, and set torch's product precision (TF32) and thread count."""
-        if self.device.type == "cuda":
-            if self.shares_gpu:
-                # Set variables by which libraries let ranks share a GPU, and keep the old values for `close`
-                self._variables_before = {name: os.environ.get(name) for name in SHARED_GPU_VARIABLES}
-                process = f"{os.getpid()} on {socket.gethostname()}"
-                os.environ |= {name: value.format(process=process) for name, value in SHARED_GPU_VARIABLES.items()}
-            self._cuda_before = torch.cuda.current_device()
-            torch.cuda.set_device(self.device)
-            # "high" is TF32 for torch's products, flex attention, and kernels/triton, which read torch's setting.
-            self._products_before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-            # autograd's thread for the device binds no CUDA context by itself, and cuBLAS warns of it (torch 2.11)
-            torch.autograd.backward(2 * torch.ones((), device=self.device, requires_grad=True))
+        """Set torch's thread count, and make the device current, unless this process may wait for one as a spare."""
+        if not self._launch.spares:
+            self.make_current()
         from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 
         threads = self.threads
@@ -132,27 +119,39 @@ class ComputeDevice:
             # torch's default is the number of physical cores, regardless of the quota and other processes
             threads = min(torch.get_num_threads(), count_threads_per_process(self._launch.local_world_size))
         if threads is not None:
-            self._threads_before = torch.get_num_threads()
+            self._restoring.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(threads)
+
+    def make_current(self) -> None:
+        """Make the device torch's current device, and set torch's product precision (TF32). May be called twice."""
+        vars(self).pop("device", None)  # a spare's LOCAL_RANK has changed
+        if self.device.type == "cuda":
+            if self.shares_gpu:
+                # Set variables by which libraries let ranks share a GPU, until `close`
+                self._restoring.callback(_set_variables, {name: os.environ.get(name) for name in SHARED_GPU_VARIABLES})
+                process = f"{os.getpid()} on {socket.gethostname()}"
+                _set_variables({name: value.format(process=process) for name, value in SHARED_GPU_VARIABLES.items()})
+            self._restoring.callback(torch.cuda.set_device, torch.cuda.current_device())
+            torch.cuda.set_device(self.device)
+            # "high" is TF32 for torch's products, flex attention, and kernels/triton, which read torch's setting.
+            self._restoring.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+            # autograd's thread for the device binds no CUDA context by itself, and cuBLAS warns of it (torch 2.11)
+            torch.autograd.backward(2 * torch.ones((), device=self.device, requires_grad=True))
 
     def close(self) -> None:
         """Restore torch's number of threads, current GPU and float32 precision, and libraries' variables."""
-        if self._threads_before is not None:
-            torch.set_num_threads(self._threads_before)
-            self._threads_before = None
-        if self._cuda_before is not None:
-            torch.cuda.set_device(self._cuda_before)
-            self._cuda_before = None
-        if self._products_before is not None:
-            torch.set_float32_matmul_precision(self._products_before)
-            self._products_before = None
-        for name, before in self._variables_before.items():
-            os.environ.pop(name, None)
-            os.environ |= {} if before is None else {name: before}
-        self._variables_before = {}
+        self._restoring.close()
 
     def get_peak_memory_so_far(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) + SYMMETRIC_BYTES[self.device]
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    """Set environment variables; None unsets one."""
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        os.environ |= {} if value is None else {name: value}

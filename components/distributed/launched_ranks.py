@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -32,7 +33,6 @@ from drawloom.components.distributed.membership import (
     RunProcess,
     Spares,
     agree_on_next_generation,
-    import_early_and_freeze_gc,
     start_membership,
     wait_to_join_running_generation,
 )
@@ -98,13 +98,18 @@ class LaunchedRanks:
         membership, self.next = self.next, None
         if self.heartbeat_timeout is not None and not isinstance(membership, Membership):
             membership = wait_to_join_running_generation(
-                self.launch, self.timeout, self.heartbeat_timeout, is_member=membership == "spare"
+                self.launch,
+                self.timeout,
+                self.heartbeat_timeout,
+                self._list_spare_gpus(),
+                is_member=membership == "spare",
             )
         if isinstance(membership, Membership):
             self._join_generation_groups(membership)
         else:
             if RUNS:
                 free_closed_graphs()  # with the groups of earlier runs, whose threads poll their connections
+            self.device.make_current()
             self.groups = self._create_group_factory(Connections(self.launch.port))
             if not self.launch.is_single_process:
                 self.groups.join(self._connect_store_with_own_keys())
@@ -137,10 +142,11 @@ class LaunchedRanks:
         if self.survives_losses:  # spares need the shape if all members are lost
             self._control.compare_set(CURRENT, before.to_json(), self.generation.to_json())
 
-    def can_grow_with_spares(self) -> bool:
-        """Return whether enough processes wait to join; False on all ranks but the first."""
+    def can_grow_with_spares(self, state_bytes: int) -> bool:
+        """Return whether enough processes wait to join (`Processes.can_grow_with_spares`)."""
         if self.generation is None or self._spares is None or self.launch.rank > 0:
             return False
+        self._spares.announce_preparation(sys.modules.keys(), state_bytes)
         following = self.generation.choose_next_generation(set(), self._spares.find_waiting_spares().values())
         return len(following.members) > self.launch.world_size
 
@@ -172,16 +178,15 @@ class LaunchedRanks:
         self.monitor.report_failure(text)
         return True
 
+    def _list_spare_gpus(self) -> list[torch.device]:
+        """Return the GPUs that a hot spare on this machine may get."""
+        count = self.launch.local_world_size if self.launch.spares and self.device.backend == "nccl" else 0
+        return [torch.device("cuda", index) for index in range(count)]
+
     def _check_gpus_survive_losses(self) -> None:
         """Raise UserError if processes share a GPU: its kernels waiting for a lost rank do not end."""
         if self.device.backend != "nccl":
             return
-        if self.launch.spares:
-            raise UserError(
-                f"the launcher has {self.launch.spares} spare(s), which would start on other processes' GPUs; leave "
-                "out --spares: --max-restarts starts a lost process again, on its GPU",
-                exit_code=2,
-            )
         if self.device.shares_gpu and not self.launch.is_single_process:
             raise UserError(
                 "on_failure: 'continue' needs a GPU for each process, and some share one; start fewer processes, or "
@@ -195,15 +200,17 @@ class LaunchedRanks:
         monitor = RankMonitor(self.launch.rank, self.launch.world_size, error_file=launch.error_file)
         if self.groups.is_joined:
             world = self.groups.make_group("world", [range(self.launch.world_size)])
-            own = RunProcess.of_this_process()
-            processes = world.gather_json([secrets.token_hex(8), own.machine, own.pid])
+            own = RunProcess.from_launch(launch, is_member=True)
+            processes = world.gather_json([secrets.token_hex(8), attrs.asdict(own)])
             # a store may outlive a launch, and a process may open several runs
-            members = [RunProcess(machine, pid) for _, machine, pid in processes]
+            members = [RunProcess(**values) for _, values in processes]
             self.generation = Generation(processes[0][0], 0, members)
             RUNS[self.generation.run] = None if launch.agent_store else dist.distributed_c10d._get_default_store()
             monitor = self._start_membership(self.generation, self.groups.connections).monitor
             if self.survives_losses:
-                import_early_and_freeze_gc()
+                import torch._dynamo  # noqa: F401
+
+                gc.freeze()  # a recovery's collections would walk through its million objects
                 self._control = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
             self._connect_stores(self.generation)
             if self.survives_losses:
@@ -233,6 +240,7 @@ class LaunchedRanks:
         self._control = membership.control
         self.generation.set_rank_environment(self.monitor.rank)
         self.launch = read_launch()
+        self.device.make_current()
         self.groups = self._create_group_factory(membership.connections)
         self.groups.monitor = self.monitor
         self._connect_stores(self.generation)

@@ -7,9 +7,11 @@ proposes the next generation's members, and all ranks use the proposal in the st
 Processes that start later, and ranks in incomplete replicas, are spares: they wait in the store, and form new replicas
 as soon as they are enough. Without a complete replica, all live ranks and spares form one with as many shards as they
 are enough for. If all ranks are lost, the spares propose the next generation.
+
+If the launcher starts hot spares, a spare has no LOCAL_RANK, and so no GPU, before a generation admits it with one that
+no live process on its machine has.
 """
 
-import gc
 import itertools
 import json
 import logging
@@ -17,19 +19,21 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom import UserError, internal
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.launch_store import Failure, connect_to_launch_store
 from drawloom.components.distributed.peer_processes import PeerProcesses
-from drawloom.components.distributed.rank_monitor import MAX_WATCHED, RankMonitor
+from drawloom.components.distributed.preparation import Preparation, load_libraries_on_gpu
+from drawloom.components.distributed.rank_monitor import KILL_TIMEOUT, MAX_WATCHED, RankMonitor
 from drawloom.components.distributed.torchrun import Launch, get_boot_and_namespace_id
 from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.problems import ReportedError
@@ -41,19 +45,47 @@ CURRENT = "current_generation"
 
 @attrs.frozen
 class RunProcess:
-    """A process: its machine (`torchrun.get_boot_and_namespace_id`), and its id there."""
+    """
+    A process: its machine (`torchrun.get_boot_and_namespace_id`), and its id there.
+
+    `local_rank` is its LOCAL_RANK, below its machine's `local_world_size`, or None until it joins. Without hot spares
+    both are unset, because a process keeps its LOCAL_RANK.
+    """
 
     machine: str
     pid: int
+    local_rank: int | None = attrs.field(default=None, eq=False)
+    local_world_size: int = attrs.field(default=0, eq=False)
 
     @classmethod
     def of_this_process(cls) -> "RunProcess":
         """Return this process."""
         return cls(get_boot_and_namespace_id() if hasattr(os, "pidfd_open") else "", os.getpid())
 
+    @classmethod
+    def from_launch(cls, launch: Launch, *, is_member: bool) -> "RunProcess":
+        """Return this process, with its LOCAL_RANK if it is or was a member."""
+        if not launch.spares:
+            return cls.of_this_process()
+        local_rank = launch.local_rank if is_member else None
+        return attrs.evolve(cls.of_this_process(), local_rank=local_rank, local_world_size=launch.local_world_size)
+
     def has_ended_on_this_machine(self) -> bool:
         """Return whether the process has ended; False if it is on another machine."""
         return self.machine == RunProcess.of_this_process().machine and not Path(f"/proc/{self.pid}").exists()
+
+
+def assign_local_ranks(live: Iterable[RunProcess], spares: Iterable[RunProcess]) -> list[RunProcess]:
+    """Return the spares that can join, each with a LOCAL_RANK that no live process on its machine has."""
+    used = {(process.machine, process.local_rank) for process in live}
+    assigned = []
+    for spare in sorted(spares, key=lambda spare: spare.local_rank is None):  # former members keep their GPUs
+        own = [] if spare.local_rank is None else [spare.local_rank]
+        free = [rank for rank in (*own, *range(spare.local_world_size)) if (spare.machine, rank) not in used]
+        if free or not spare.local_world_size:
+            assigned.append(attrs.evolve(spare, local_rank=next(iter(free), None)))
+            used.add((spare.machine, assigned[-1].local_rank))
+    return assigned
 
 
 @attrs.frozen
@@ -146,9 +178,10 @@ class Generation:
         return cls(**values, members=members, shape=shape and ReplicaShape(**shape))
 
     def set_rank_environment(self, rank: int) -> None:
-        """Set RANK and WORLD_SIZE in the environment, as torchrun would; LOCAL_RANK keeps its device."""
-        os.environ["RANK"] = str(rank)
-        os.environ["WORLD_SIZE"] = str(len(self.members))
+        """Set RANK, WORLD_SIZE and an assigned LOCAL_RANK in the environment, as torchrun would."""
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(self.members))}
+        if (local_rank := self.members[rank].local_rank) is not None:
+            os.environ["LOCAL_RANK"] = str(local_rank)
 
     def describe_membership_change_to(self, following: "Generation") -> str:
         """Return a message with the numbers of staying and of joining members."""
@@ -163,8 +196,9 @@ class Generation:
 
         Complete replicas come first; live ranks in incomplete ones and `spares` form new replicas. Without a complete
         replica of the recipe's shape, the processes form replicas with as many shards as possible. No members if they
-        are too few.
+        are too few. Spares without a free LOCAL_RANK on their machine are left out.
         """
+        spares = assign_local_ranks([member for rank, member in enumerate(self.members) if rank not in lost], spares)
         following = attrs.evolve(self, number=self.number + 1, members=[], shards=None)
         if self.shape is None:
             return following
@@ -204,6 +238,8 @@ class Spares:
     """
 
     store: Any
+    _module_count: int = internal(0)  # in the last announced preparation
+    _preparations: int = internal(0)  # found so far
     _known: dict[int, RunProcess] = internal(factory=dict)
     _settled: set[int] = internal(factory=set)  # admitted, or ended
 
@@ -235,6 +271,18 @@ class Spares:
         """Tell spares that they are members in this generation; a second call changes nothing."""
         for number in numbers:
             self.store.set(f"admitted/{number}", generation.to_json())
+
+    def announce_preparation(self, modules: Collection[str], state_bytes: int) -> None:
+        """Publish a preparation for spares, if this member has imported more modules than before."""
+        if len(modules) > self._module_count:
+            self._module_count = len(modules)
+            self.store.set("preparation", json.dumps(attrs.asdict(Preparation([*modules], state_bytes))))
+            self.store.add("preparations", 1)
+
+    def find_new_preparation(self) -> Preparation | None:
+        """Return the newest preparation; None if the last call has returned it."""
+        before, self._preparations = self._preparations, self.store.add("preparations", 0)
+        return Preparation(**json.loads(self.store.get("preparation"))) if self._preparations > before else None
 
     def announce_run_end(self, exit_code: int) -> None:
         """Tell all spares that the run has ended with this exit code."""
@@ -285,16 +333,21 @@ log = logging.getLogger("drawloom.distributed")
 WAITING_TICK = 0.1  # seconds between two looks into the store
 
 
-def wait_as_spare(store: Any, run: str, silence: float) -> Generation:
+def wait_as_spare(
+    store: Any, run: str, own: RunProcess, silence: float, gpus: Sequence[torch.device] = ()
+) -> Generation:
     """
     Wait in the launch's store until a generation of the run admits this process, and return it.
 
-    If all members are lost, the spares form a generation themselves. Members also count as lost if they send no
-    heartbeat for `silence` seconds. Raises ReportedError when the run ends, and UserError if the spares stay too few.
+    Meanwhile prepare for joining with one of `gpus`. If all members are lost, the spares form a generation themselves.
+    Members also count as lost if they send no heartbeat for `silence` seconds. Raises ReportedError when the run ends,
+    and UserError if the spares stay too few.
     """
-    import_early_and_freeze_gc()
     spares = Spares(PrefixStore(run, store))
-    number = spares.register(RunProcess.of_this_process())
+    for gpu in gpus:
+        load_libraries_on_gpu(gpu)
+    _prepare_if_new(spares, gpus)
+    number = spares.register(own)
     log.info("this process waits as spare %d", number)
     with closing(MemberWatch(store, silence)) as members:
         while (generation := spares.find_admission(number)) is None:
@@ -308,20 +361,15 @@ def wait_as_spare(store: Any, run: str, silence: float) -> Generation:
                 raise UserError(
                     "all processes of the run are lost, and the waiting ones are too few for its mesh; start it again"
                 )
+            _prepare_if_new(spares, gpus)
             time.sleep(WAITING_TICK)
+        members.end_lost_processes()
     return generation
 
 
-def import_early_and_freeze_gc() -> None:
-    """
-    Import modules that a recovery would import, and hide all objects so far from the garbage collector.
-
-    torch imports `torch._dynamo` with the first optimizer, which takes a second or more. A recovery's collections would
-    walk through its million objects.
-    """
-    import torch._dynamo  # noqa: F401
-
-    gc.freeze()
+def _prepare_if_new(spares: Spares, gpus: Sequence[torch.device]) -> None:
+    if (preparation := spares.find_new_preparation()) is not None:
+        preparation.prepare(gpus)
 
 
 def read_and_count_heartbeats(store: Any) -> tuple[Generation, int]:
@@ -391,6 +439,14 @@ class MemberWatch:
             print_escaped_text(text, "stderr")
         return bool(following.members)
 
+    def end_lost_processes(self) -> None:
+        """Kill lost members on this machine, such as stopped ones, and wait for their end, which frees their GPUs."""
+        if self._generation is not None:
+            store = self._generation.get_store(self.store)
+            lost = [rank for rank in self._processes.pids if store.check([f"lost/{rank}"])]
+            self._processes.kill(lost)
+            self._processes.wait_until_ended(lost, KILL_TIMEOUT)
+
     def close(self) -> None:
         """Stop watching."""
         self._processes.close()
@@ -451,10 +507,10 @@ def start_membership(
 
 
 def wait_to_join_running_generation(
-    launch: Launch, timeout: float, heartbeat_timeout: float, *, is_member: bool
+    launch: Launch, timeout: float, heartbeat_timeout: float, gpus: Sequence[torch.device], *, is_member: bool
 ) -> Membership | None:
     """
-    Wait as a spare until a generation admits this process.
+    Wait as a spare until a generation admits this process, and prepare a new spare for `gpus`.
 
     Return None if the launch has no run yet. `is_member` is True for a former member of the run. Raises ReportedError
     when the run ends, and UserError if its processes are gone.
@@ -468,6 +524,7 @@ def wait_to_join_running_generation(
     generation = Generation.from_json(store.get(CURRENT).decode())
     if generation.run in RUNS and not is_member:
         return None
-    outcome = wait_as_spare(store, generation.run, heartbeat_timeout + RECOVERY_MARGIN)
+    own = RunProcess.from_launch(launch, is_member=is_member)
+    outcome = wait_as_spare(store, generation.run, own, heartbeat_timeout + RECOVERY_MARGIN, () if is_member else gpus)
     membership = start_membership(launch, outcome, Connections(launch.port), timeout, heartbeat_timeout)
     return attrs.evolve(membership, control=store)

@@ -119,6 +119,9 @@ class PlannedDevice:
     backend: str = "gloo"
     shares_gpu: ClassVar[bool] = False
 
+    def make_current(self) -> None:
+        """Do nothing, because nothing is allocated."""
+
     def get_peak_memory_so_far(self) -> int:
         """Return 0, because nothing is allocated."""
         return 0

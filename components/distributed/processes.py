@@ -117,8 +117,8 @@ class TorchProcesses:
         if self._ranks is not None:
             self._ranks.set_replica_shape(stages, shards, shard_size, expert)
 
-    def can_grow_with_spares(self) -> bool:
-        return self._ranks is not None and self._ranks.can_grow_with_spares()
+    def can_grow_with_spares(self, state_bytes: int) -> bool:
+        return self._ranks is not None and self._ranks.can_grow_with_spares(state_bytes)
 
     def hand_over(self) -> "Membership | Literal['spare'] | None":
         """Return the membership in the next generation, for the reopened node; "spare" for a process without one."""

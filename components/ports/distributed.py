@@ -256,8 +256,12 @@ class Processes(Protocol):
         partitioned over `expert` ranks.
         """
 
-    def can_grow_with_spares(self) -> bool:
-        """Return whether enough processes wait to join; False on all ranks but the first."""
+    def can_grow_with_spares(self, state_bytes: int) -> bool:
+        """
+        Return whether enough processes wait to join; False on all ranks but the first.
+
+        They receive a state of about `state_bytes`, for which hot spares allocate memory in advance.
+        """
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout for collectives and transfers, in existing and future groups."""
@@ -375,6 +379,9 @@ class Device(Protocol):
     @property
     def shares_gpu(self) -> bool:
         """Whether processes on this machine share GPUs."""
+
+    def make_current(self) -> None:
+        """Make this rank's device torch's current one; a spare has no device before."""
 
     def get_peak_memory_so_far(self) -> int:
         """Return this process's peak memory so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""

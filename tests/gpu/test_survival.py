@@ -40,6 +40,16 @@ def test_the_other_process_continues(folder: Path, dead: dict[int, tuple[str, in
     assert_same_trajectory(folder, *words, rel=1e-4)
 
 
+@pytest.mark.parametrize(("dead", "fault"), [(0, "killed"), (1, "stopped")])
+def test_a_spare_takes_the_gpu_of_a_lost_process(folder: Path, dead: int, fault: str) -> None:
+    """The numbers are an undisturbed run's. NCCL refuses two ranks on one GPU, so the spare uses the free one."""
+    failures, outcomes = survive(folder, 2, {dead: ("forward_backward", 5, fault)}, spares=1)
+    assert failures.keys() == {dead}
+    assert [outcome.code for outcome in outcomes.values()] == [0, 0], outcomes
+    assert "1 of 2 processes continue; 1 process joins" in "".join(outcome.text for outcome in outcomes.values())
+    assert_same_trajectory(folder, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "words", [(), ("mesh.data_shard=2", "checkpoint.neighbour_every=1")], ids=["replicas", "shards"]
 )

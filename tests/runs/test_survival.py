@@ -204,6 +204,12 @@ def test_a_spare_continues_without_any_member(folder: Path) -> None:
     assert_same_trajectory(folder)
 
 
+def _run_and_find_local_rank(folder: Path, words: tuple[str, ...], dead: int) -> tuple[Outcome, str]:
+    """Run a process, perhaps rank `dead`, a victim, or the last, a spare; return its last LOCAL_RANK, too."""
+    outcome = run_with_deaths(folder, words, {dead: ("forward_backward", 5)}, 0, 1)
+    return outcome, os.environ["LOCAL_RANK"]
+
+
 @pytest.mark.parametrize(
     ("dead", "words"),
     [
@@ -215,11 +221,19 @@ def test_a_spare_continues_without_any_member(folder: Path) -> None:
 def test_with_a_spare_every_number_is_bitwise_that_of_an_undisturbed_run(
     folder: Path, dead: int, words: tuple[str, ...]
 ) -> None:
-    """A waiting process takes the place of a replica, or of the only replica's stage, so that the mesh is the same."""
-    failures, outcomes = survive(folder, 2, {dead: ("forward_backward", 5)}, *words, spares=1)
-    assert failures == {dead: "died with exit code -9"}
-    assert [outcome.code for outcome in outcomes.values()] == [0, 0], outcomes
-    assert "1 of 2 processes continue; 1 process joins" in "".join(outcome.text for outcome in outcomes.values())
+    """
+    A waiting process takes the place of a replica, or of the only replica's stage, so that the mesh is the same.
+
+    It also takes the lost process's LOCAL_RANK, and so its GPU.
+    """
+    with pytest.raises(RanksFailedError) as caught:
+        arguments = folder, ("processes.on_failure=continue", *words), dead
+        run_ranks(_run_and_find_local_rank, 3, *arguments, timeout=90, grace=60)
+    assert caught.value.failures == {dead: "died with exit code -9"}
+    assert {rank: local for rank, (_, local) in caught.value.values.items()} == {1 - dead: str(1 - dead), 2: str(dead)}
+    outcomes = [outcome for outcome, _ in caught.value.values.values()]
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert "1 of 2 processes continue; 1 process joins" in "".join(outcome.text for outcome in outcomes)
     survived = rows(folder / "runs/tiny")
     mesh = [word for word in words if "neighbour" not in word]
     assert [outcome.code for outcome in drawloom(folder, "run", "recipe.toml", "run.name=whole", *mesh, ranks=2)] == [

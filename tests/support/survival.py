@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launch_store import connect_to_launch_store
 from drawloom.components.distributed.membership import CURRENT, Generation, Spares
-from drawloom.components.distributed.torchrun import read_launch
+from drawloom.components.distributed.torchrun import SPARES, read_launch
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.phases.report import Report
 from drawloom.components.run.signals import Signals
@@ -106,7 +106,7 @@ def run_with_deaths(folder: Path, words: tuple[str, ...], deaths: Deaths, port: 
 def _start_as_member_or_spare(spares: int) -> None:
     """Set a member's or a spare's variables, as `drawloom launch --spares` does; a spare waits for the run to begin."""
     ranks, rank = int(os.environ["WORLD_SIZE"]) - spares, int(os.environ["RANK"])
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), SPARES: str(spares)}
     if rank >= ranks:
         os.environ |= {"RANK": str(rank % ranks), "LOCAL_RANK": str(rank % ranks)}
         launch = read_launch()

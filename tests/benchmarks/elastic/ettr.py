@@ -3,8 +3,8 @@ Effective training time ratio (ETTR) under faults: `make bench NAME=ettr`, with 
 
 A run with steps of about half a second, on the CPU or with a GPU for each process, loses a random process every 30 s:
 by SIGKILL, or by SIGSTOP. The mode `spare` has `processes.on_failure = "continue"` and a hot spare (`drawloom launch
---spares 1`, on a CPU only), the mode `continue` has no spare, and with `restart` all processes start again from the
-newest checkpoint. Figures are printed every minute, and before the run is stopped.
+--spares 1`), the mode `continue` has no spare, and with `restart` all processes start again from the newest checkpoint.
+Figures are printed every minute, and before the run is stopped.
 
 ETTR is a job's productive time divided by its wall-clock time; starts, and the work repeated after a fault, are not
 productive (Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025,
@@ -15,6 +15,9 @@ section II-D). There are two figures:
   full if it was slow, such as a new process's first one.
 - `at the undisturbed speed`: the number of steps, times the median seconds between undisturbed steps' lines in the log.
   Slow steps count as lost, and the work between steps does not. Another load on the machine distorts it.
+
+After a mode, the medians of functions' seconds follow (`recovery_timings.py`), for processes that continue and for
+spares: from the agreement or the admission until the first step, and in it.
 
 `other` seconds are neither in steps nor in recoveries: the start, and the time between steps.
 """
@@ -36,6 +39,7 @@ from pathlib import Path
 import attrs
 import torch
 
+from benchmarks.elastic.recovery_timings import format_median_timings
 from drawloom.components.distributed.launch_store import connect_to_launch_store
 from drawloom.components.distributed.membership import CURRENT, Generation
 from drawloom.components.distributed.torchrun import read_launch
@@ -44,6 +48,7 @@ from drawloom.components.report.events import LOG, read_log
 from drawloom.components.report.metrics import read_metrics
 from support.runs import write_corpus
 
+TIMINGS = Path(__file__).with_name("recovery_timings.py")
 INTERVAL = 30.0  # seconds between two faults
 PRINT_INTERVAL = 60.0
 STOP_LIMIT = 60.0  # seconds for the run to end after SIGTERM
@@ -75,6 +80,9 @@ every = "never"
 
 [metrics.recovery]
 use = "metrics.recovery"
+
+[listeners.timings]
+use = "recovery_timings"
 """
 ON_GPUS = (
     *("vars.length=1024", "model.num_hidden_layers=12", "model.hidden_size=1024", "model.num_attention_heads=16"),
@@ -108,7 +116,7 @@ class Run:
         start = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", str(self.ranks)]
         spares = ["--spares", "1"] if self.mode == "spare" else []
         sizes = [f"batch.micro_size={MICRO_SIZE}", f"batch.global_size={MICRO_SIZE * MICROBATCHES * self.ranks}"]
-        words = ["run", "recipe.toml", *sizes, *(ON_GPUS if HAS_GPUS else ()), *WORDS[self.mode]]
+        words = ["run", "recipe.toml", f"--import={TIMINGS}", *sizes, *(ON_GPUS if HAS_GPUS else ()), *WORDS[self.mode]]
         with (
             (self.folder / "printed").open("wb") as printed,
             subprocess.Popen(
@@ -195,14 +203,15 @@ def measure_undisturbed_interval(log: str) -> float:
 
 
 def main() -> None:
-    """Measure every mode after the other; without `spare` on GPUs, unless it is named."""
+    """Measure every mode after the other."""
     ranks, seconds, *modes = sys.argv[1:] or ("2", "600")
-    for mode in modes or [mode for mode in WORDS if not (HAS_GPUS and mode == "spare")]:
+    for mode in modes or WORDS:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_corpus(folder, files=60)
             (folder / "recipe.toml").write_text(RECIPE, "utf-8")
             Run(folder, int(ranks), mode, random.Random(0)).measure(float(seconds))
+            print(format_median_timings(folder), flush=True)
 
 
 if __name__ == "__main__":

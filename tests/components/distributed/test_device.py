@@ -96,6 +96,24 @@ def test_ranks_take_turns_on_too_few_gpus(gpus: int, index: int, host: str, monk
     assert os.environ["NCCL_HOSTID"] == "mine" and "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" not in os.environ
 
 
+def test_a_spare_uses_no_gpu_before_it_has_a_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first LOCAL_RANK is a live process's; other reads before it joins don't fix the device."""
+    patch_gpus(monkeypatch, 4)
+    patch_launch(monkeypatch, RANK=2, WORLD_SIZE=4, LOCAL_RANK=2, LOCAL_WORLD_SIZE=4, DRAWLOOM_SPARES=1)
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    device = ComputeDevice(kind="cuda")
+    device.check_before_open()
+    device.open()
+    assert device.device.index == 2 and not used
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device.make_current()
+    assert used == [device.device] == [torch.device("cuda", 1)]
+    device.make_current()  # as in a launch without spares, where `open` has done it
+    device.close()
+    assert used[1:] == [device.device, 0, 0]  # torch's current GPU was 0 at both calls
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_nccl_on_a_cpu_is_refused() -> None:
     """`check` finds it on any machine if both are written, and on one without a GPU if auto is the CPU."""

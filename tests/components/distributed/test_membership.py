@@ -1,6 +1,8 @@
 """Waiting for admission to a run."""
 
 import json
+import signal
+import subprocess
 import time
 from collections.abc import Sequence
 
@@ -8,7 +10,6 @@ import attrs
 import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed import membership as spare
 from drawloom.components.distributed.launch_store import Failure
 from drawloom.components.distributed.membership import (
     CURRENT,
@@ -22,7 +23,8 @@ from drawloom.components.distributed.membership import (
 from drawloom.graph import UserError
 from drawloom.graph.problems import ReportedError
 
-GONE = RunProcess(RunProcess.of_this_process().machine, 2**22)  # no process: the largest id is one less
+OWN = RunProcess.of_this_process()
+GONE = RunProcess(OWN.machine, 2**22)  # no process: the largest id is one less
 
 
 @attrs.define
@@ -47,9 +49,8 @@ class LaunchStore:
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> LaunchStore:
-    """Return a launch's store; spares import nothing early."""
-    monkeypatch.setattr(spare, "import_early_and_freeze_gc", lambda: None)
+def launch() -> LaunchStore:
+    """Return a launch's store."""
     return LaunchStore()
 
 
@@ -77,7 +78,7 @@ def test_a_spare_replaces_all_lost_members(
     if agreed:
         following = attrs.evolve(lost, number=4, members=[GONE])
         lost.get_store(launch.store).set("following", following.to_json())
-    generation = wait_as_spare(launch.store, "run", silence=60)
+    generation = wait_as_spare(launch.store, "run", OWN, silence=60)
     assert generation.members == [RunProcess.of_this_process()] and generation.number == 4 + agreed
     assert launch.newest == generation
     text = f"all processes are gone; 0 of {2 - agreed} processes continue; 1 process joins\n"
@@ -87,8 +88,22 @@ def test_a_spare_replaces_all_lost_members(
 def test_silent_members_are_lost_when_a_spare_replaces_them(launch: LaunchStore) -> None:
     """So suspended members end themselves."""
     lost = launch.write(0, [RunProcess("elsewhere", 1)])
-    assert wait_as_spare(launch.store, "run", silence=0.2).members == [RunProcess.of_this_process()]
+    assert wait_as_spare(launch.store, "run", OWN, silence=0.2).members == [RunProcess.of_this_process()]
     assert lost.get_store(launch.store).check(["broken", "lost/0"])
+
+
+def test_a_joining_spare_ends_the_lost_process_whose_gpu_it_gets(launch: LaunchStore) -> None:
+    """A stopped process on a machine without another member is killed by nobody else, and holds its GPU's memory."""
+    with subprocess.Popen(["sleep", "60"]) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        lost = launch.write(0, [RunProcess("elsewhere", 1), RunProcess(OWN.machine, stopped.pid)])
+        store = lost.get_store(launch.store)
+        store.set("lost/1", "is silent")
+        members = MemberWatch(launch.store, 60)
+        members.look_and_check_if_lost()
+        members.end_lost_processes()
+        assert stopped.poll() == -signal.SIGKILL
+        members.close()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +115,7 @@ def test_spares_do_not_repeat_a_run_whose_members_have_ended(
     """A member's failure or normal end counts, though the announcing member was killed."""
     launch.write(0, [GONE, GONE]).get_store(launch.store).set(key, value)
     with pytest.raises(ReportedError) as caught:
-        wait_as_spare(launch.store, "run", silence=60)
+        wait_as_spare(launch.store, "run", OWN, silence=60)
     assert caught.value.exit_code == code
 
 
@@ -108,7 +123,7 @@ def test_too_few_spares_for_a_mesh_end_with_a_sentence(launch: LaunchStore) -> N
     """One process can't have both stages; another spare may come until the members count as silent."""
     launch.write(0, [GONE, GONE], stages=2)
     with pytest.raises(UserError, match="all processes of the run are lost, and the waiting ones are too few"):
-        wait_as_spare(launch.store, "run", silence=0.5)
+        wait_as_spare(launch.store, "run", OWN, silence=0.5)
     spares = Spares(PrefixStore("run", launch.store))
     spares.register(RunProcess("elsewhere", 7))
-    assert len(wait_as_spare(launch.store, "run", silence=60).members) == 2
+    assert len(wait_as_spare(launch.store, "run", OWN, silence=60).members) == 2

@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import attrs
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -15,8 +17,11 @@ from drawloom.components.distributed.membership import (
     RunProcess,
     Spares,
     agree_on_next_generation,
+    assign_local_ranks,
 )
 from drawloom.components.distributed.mesh_layout import MODEL, Layout
+from drawloom.components.distributed.preparation import Preparation
+from drawloom.components.distributed.torchrun import Launch
 
 SPARES = [RunProcess("elsewhere", 100), RunProcess("elsewhere", 101)]
 
@@ -72,6 +77,50 @@ def test_without_a_complete_replica_the_run_has_fewer_shards(
     assert chosen.shape == shape
     uneven = _generation(4, ReplicaShape(1, 4, 1, [1, 2, 4])).choose_next_generation({1}, [])
     assert len(uneven.members) == uneven.shards == 2
+
+
+def _list_local_ranks(processes: Iterable[RunProcess]) -> list[tuple[str, int, int | None]]:
+    return [(process.machine, process.pid, process.local_rank) for process in processes]
+
+
+def test_spares_get_the_local_ranks_of_lost_processes_on_their_machine() -> None:
+    """
+    Of two machines with three GPUs each, the first loses GPU 1, and the second GPUs 0 and 2.
+
+    A spare without a free GPU on its machine waits on, and replicas keep their order.
+    """
+    members = [RunProcess(machine, 10 + rank, rank, 3) for machine in ("a", "b") for rank in range(3)]
+    spares = [RunProcess(machine, pid, None, 3) for machine, pid in (("a", 20), ("a", 21), ("b", 22), ("b", 23))]
+    generation = Generation("run", 0, members, ReplicaShape(1, 1, 1, range(1, 7)))
+    chosen = generation.choose_next_generation({1, 3, 5}, spares)
+    left = [("a", 10, 0), ("a", 12, 2), ("b", 11, 1)]
+    assert _list_local_ranks(chosen.members) == [*left, ("a", 20, 1), ("b", 22, 0), ("b", 23, 2)]
+    shrunk = generation.choose_next_generation({1, 2}, [spares[0], spares[2]])
+    assert _list_local_ranks(shrunk.members) == [("a", 10, 0), ("b", 10, 0), ("b", 11, 1), ("b", 12, 2), ("a", 20, 1)]
+    assert not assign_local_ranks(members, spares)
+
+
+def test_former_members_keep_their_local_ranks_before_new_spares_get_one() -> None:
+    """A rank waiting because its replica is incomplete still uses its GPU; if it is taken, it moves to another."""
+    former, new = RunProcess("a", 11, 1, 4), RunProcess("a", 20, None, 4)
+    live = [RunProcess("a", 10, 0, 4)]
+    assert _list_local_ranks(assign_local_ranks(live, [new, former])) == [("a", 11, 1), ("a", 20, 2)]
+    taken = [*live, RunProcess("a", 12, 1, 4)]
+    assert _list_local_ranks(assign_local_ranks(taken, [new, former])) == [("a", 11, 2), ("a", 20, 3)]
+
+
+def test_without_hot_spares_equal_local_ranks_exclude_nobody() -> None:
+    """A launcher may give every process LOCAL_RANK 0 and a GPU of its own, and a restarted one keeps it."""
+    restarted = RunProcess.from_launch(Launch(local_rank=0), is_member=False)
+    live = RunProcess.from_launch(Launch(local_rank=0), is_member=True)
+    assert _list_local_ranks(assign_local_ranks([live], [restarted])) == [(live.machine, live.pid, None)]
+
+
+@pytest.mark.parametrize(("is_member", "local_rank"), [(True, 2), (False, None)])
+def test_a_hot_spare_has_no_local_rank_before_it_joins(is_member: bool, local_rank: int | None) -> None:
+    """The launcher gives it a live process's."""
+    launch = Launch(local_rank=2, local_world_size=4, spares=1)
+    assert RunProcess.from_launch(launch, is_member=is_member).local_rank == local_rank
 
 
 @pytest.mark.parametrize(("expert", "count"), [(1, 6), (2, 6), (4, 6), (8, 3), (3, 2), (24, 1)])
@@ -133,13 +182,30 @@ def test_spares_are_admitted_once_and_learn_the_end_of_the_run() -> None:
     assert Spares(store).find_exit_code() == 3
 
 
+def test_preparations_are_read_once_and_grow() -> None:
+    """A member publishes its modules again only if they are more; a member of the next generation, in any case."""
+    store = HashStore()
+    member, spare = Spares(store), Spares(store)
+    assert spare.find_new_preparation() is None
+    member.announce_preparation(["first", "second"], 10)
+    member.announce_preparation(["fewer"], 20)
+    assert spare.find_new_preparation() == Preparation(["first", "second"], 10)
+    assert spare.find_new_preparation() is None
+    Spares(store).announce_preparation(["other"], 30)
+    assert spare.find_new_preparation() == Preparation(["other"], 30)
+
+
 def test_a_generation_renumbers_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment describes the new launch, and JSON keeps every field."""
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "7")
     generation = _generation(3, ReplicaShape(1, 1, 1, [3]), shards=2)
     generation.set_rank_environment(2)
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("2", "3")
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("2", "3", "7")
+    spare = RunProcess("elsewhere", 100, 1, 2)
+    following = attrs.evolve(generation, members=[*generation.members[:2], spare])
+    Generation.from_json(following.to_json()).set_rank_environment(2)
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"]) == ("2", "1")
     assert Generation.from_json(generation.to_json()) == generation
 
 

@@ -102,6 +102,9 @@ class SingleRank(PlainStages):
     backend: str = "gloo"
     shares_gpu: bool = False
 
+    def make_current(self) -> None:
+        pass
+
     def get_peak_memory_so_far(self) -> int:
         return 0
 
