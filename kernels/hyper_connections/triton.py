@@ -247,29 +247,41 @@ def _connect_kernel(
         mixing = _load_in_turn(before + token * SIZE, inside, 1, SIZE)
         source, step = connected + token[:, None] * (STREAMS * width), width
     products = tl.zeros((TOKENS, OUTPUTS), tl.float32)
-    squares = _repeat(tl.zeros((TOKENS, BLOCK // 8), tl.float32), STREAMS)
+    zeros = tl.zeros((TOKENS, BLOCK // 8), tl.float32)
+    squares, partial = _repeat(zeros, STREAMS), _repeat(zeros, SIZE)
     for first in tl.range(0, width, BLOCK, num_stages=1):  # a later stage loads what an earlier one stores
         channel = first + tl.arange(0, BLOCK)
         within = mask_tile(inside, channel < width)
+        tiles = _load_in_turn(streams + token[:, None] * stride + channel[None, :], within, stream_stride, STREAMS)
         if output is not None:
-            old = _load_in_turn(streams + token[:, None] * stride + channel[None, :], within, stream_stride, STREAMS)
             added = load_float32(output + token[:, None] * width + channel[None, :], within)
+            old, tiles = tiles, ()
             for stream in tl.static_range(STREAMS):
                 mixed = mixing[STREAMS + stream][:, None] * added
                 for other in tl.static_range(STREAMS):
                     mixed += mixing[(2 + stream) * STREAMS + other][:, None] * old[other]
+                mixed = mixed.to(streams.dtype.element_ty)
                 tl.store(source + channel[None, :] + stream * width, mixed, mask=within)
-            tl.debug_barrier()  # Loaded again, because in the product's layout all warps would mix all streams.
+                tiles = tiles + (mixed.to(tl.float32),)
+            if CONSTRAINED:
+                tl.debug_barrier()  # Loaded again, because in the product's layout all warps would mix all streams.
+                tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
         if projection is not None:
-            tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
-            sums = ()
+            total_squares, totals = (), ()
             for stream in tl.static_range(STREAMS):
-                row = column * STREAMS + stream if CONSTRAINED else column // STREAMS
-                used = mask_tile(channel < width, _uses_stream(column, stream, STREAMS, CONSTRAINED))
-                factors = load_or_zero(projection + row[None, :] * width + channel[:, None], used)
-                products = tl.dot(tiles[stream].to(factors.dtype), factors, products, input_precision=PRECISION)
-                sums = sums + (squares[stream] + _sum_by_thread(tiles[stream] * tiles[stream]),)
-            squares = sums
+                total_squares = total_squares + (squares[stream] + _sum_by_thread(tiles[stream] * tiles[stream]),)
+                if CONSTRAINED:
+                    used = mask_tile(channel < width, column < SIZE)
+                    row = (column * STREAMS + stream)[None, :]
+                    factors = load_or_zero(projection + row * width + channel[:, None], used)
+                    products = tl.dot(tiles[stream].to(factors.dtype), factors, products, input_precision=PRECISION)
+                else:
+                    for row in tl.static_range(STREAMS + 2):
+                        factors = tl.broadcast_to(projection + row * width + channel[None, :], (TOKENS, BLOCK))
+                        product = _sum_by_thread(tiles[stream] * load_float32(factors, within))
+                        totals = totals + (partial[stream * (STREAMS + 2) + row] + product,)
+            squares = total_squares
+            partial = partial if CONSTRAINED else totals
     if projection is not None:
         row, place = column // STREAMS, token[:, None] * SIZE + column[None, :]
         known = mask_tile(inside, column < SIZE)
@@ -277,6 +289,9 @@ def _connect_kernel(
         for stream in tl.static_range(STREAMS):
             used = _uses_stream(column, stream, STREAMS, CONSTRAINED)[None, :]
             total += tl.where(used, tl.sum(squares[stream], 1)[:, None], 0.0)
+            for number in tl.static_range(0 if CONSTRAINED else STREAMS + 2):
+                product = tl.sum(partial[stream * (STREAMS + 2) + number], 1)
+                products += tl.where(column[None, :] == number * STREAMS + stream, product[:, None], 0.0)
         inverse = tl.rsqrt(total / (width * (STREAMS if CONSTRAINED else 1)) + eps)
         products *= inverse
         tl.store(rstd + place, inverse, mask=known)
