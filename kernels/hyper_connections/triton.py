@@ -110,7 +110,7 @@ def _allocate_gradients(
     return (
         streams.new_empty(streams.shape),
         streams.new_empty(0 if output is None else output.shape),
-        weights.new_empty(0 if before is None else before.shape),
+        weights.new_zeros(0 if before is None else before.shape),
         weights.new_empty(weights.shape),
         weights.new_empty(programs, 2, *weights.shape[-2:]),
     )
@@ -226,6 +226,24 @@ def _sum_by_thread(tile):
 
 
 @triton.jit
+def _add_products(sums, first: tl.constexpr, tiles, tile, NUMBER: tl.constexpr):
+    """Return sums from `first` on plus tiles' products with one tile, summed by thread."""
+    added = ()
+    for number in tl.static_range(NUMBER):
+        added = added + (sums[first + number] + _sum_by_thread(tiles[number] * tile),)
+    return added
+
+
+@triton.jit
+def _combine(tiles, weights, first: tl.constexpr, step: tl.constexpr, STREAMS: tl.constexpr):
+    """Return the sum of tiles, multiplied by weights (tokens,) from `first` on."""
+    total = tiles[0] * weights[first][:, None]
+    for stream in tl.static_range(1, STREAMS):
+        total += tiles[stream] * weights[first + stream * step][:, None]
+    return total
+
+
+@triton.jit
 def _uses_stream(column, stream, STREAMS: tl.constexpr, CONSTRAINED: tl.constexpr):
     """Return whether weights' logits are computed from a stream, by column of (n + 2, n)."""
     return (column < STREAMS * (STREAMS + 2)) & ((column % STREAMS == stream) | CONSTRAINED)
@@ -257,9 +275,8 @@ def _connect_kernel(
             added = load_float32(output + token[:, None] * width + channel[None, :], within)
             old, tiles = tiles, ()
             for stream in tl.static_range(STREAMS):
-                mixed = mixing[STREAMS + stream][:, None] * added
-                for other in tl.static_range(STREAMS):
-                    mixed += mixing[(2 + stream) * STREAMS + other][:, None] * old[other]
+                mixed = _combine(old, mixing, (2 + stream) * STREAMS, 1, STREAMS)
+                mixed += mixing[STREAMS + stream][:, None] * added
                 mixed = mixed.to(streams.dtype.element_ty)
                 tl.store(source + channel[None, :] + stream * width, mixed, mask=within)
                 tiles = tiles + (mixed.to(tl.float32),)
@@ -267,20 +284,21 @@ def _connect_kernel(
                 tl.debug_barrier()  # Loaded again, because in the product's layout all warps would mix all streams.
                 tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
         if projection is not None:
-            total_squares, totals = (), ()
+            if not CONSTRAINED:
+                rows = tl.broadcast_to(projection + channel[None, :], (TOKENS, BLOCK))
+                factors = _load_in_turn(rows, within, width, STREAMS + 2)
+            all_squares, totals = (), ()
             for stream in tl.static_range(STREAMS):
-                total_squares = total_squares + (squares[stream] + _sum_by_thread(tiles[stream] * tiles[stream]),)
+                tile = tiles[stream]
+                all_squares = all_squares + (squares[stream] + _sum_by_thread(tile * tile),)
                 if CONSTRAINED:
                     used = mask_tile(channel < width, column < SIZE)
-                    row = (column * STREAMS + stream)[None, :]
-                    factors = load_or_zero(projection + row * width + channel[:, None], used)
-                    products = tl.dot(tiles[stream].to(factors.dtype), factors, products, input_precision=PRECISION)
+                    rows = projection + (column * STREAMS + stream)[None, :] * width + channel[:, None]
+                    factors = load_or_zero(rows, used)
+                    products = tl.dot(tile.to(factors.dtype), factors, products, input_precision=PRECISION)
                 else:
-                    for row in tl.static_range(STREAMS + 2):
-                        factors = tl.broadcast_to(projection + row * width + channel[None, :], (TOKENS, BLOCK))
-                        product = _sum_by_thread(tiles[stream] * load_float32(factors, within))
-                        totals = totals + (partial[stream * (STREAMS + 2) + row] + product,)
-            squares = total_squares
+                    totals = totals + _add_products(partial, stream * (STREAMS + 2), factors, tile, STREAMS + 2)
+            squares = all_squares
             partial = partial if CONSTRAINED else totals
     if projection is not None:
         row, place = column // STREAMS, token[:, None] * SIZE + column[None, :]
@@ -309,9 +327,7 @@ def _connect_kernel(
             channel = first + tl.arange(0, BLOCK)
             within = mask_tile(inside, channel < width)
             tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
-            read = reading[0][:, None] * tiles[0]
-            for stream in tl.static_range(1, STREAMS):
-                read += reading[stream][:, None] * tiles[stream]
+            read = _combine(tiles, reading, 0, 1, STREAMS)
             tl.store(inputs + token[:, None] * width + channel[None, :], read, mask=within)
 
 
@@ -338,10 +354,8 @@ def _connect_backward_kernel(
             channel = first + tl.arange(0, BLOCK)
             within = mask_tile(inside, channel < width)
             tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
-            to_read, totals = load_float32(grad_inputs + token[:, None] * width + channel[None, :], within), ()
-            for stream in tl.static_range(STREAMS):
-                totals = totals + (along[stream] + _sum_by_thread(tiles[stream] * to_read),)
-            along = totals
+            to_read = load_float32(grad_inputs + token[:, None] * width + channel[None, :], within)
+            along = _add_products(along, 0, tiles, to_read, STREAMS)
         column = tl.arange(0, OUTPUTS)
         row, by_weight = column // STREAMS, token[:, None] * SIZE + column[None, :]
         known = mask_tile(inside, column < SIZE)
@@ -374,50 +388,41 @@ def _connect_backward_kernel(
         channel = first + tl.arange(0, BLOCK)
         within = mask_tile(inside, channel < width)
         place = token[:, None] * width + channel[None, :]
-        by_stream = place + token[:, None] * ((STREAMS - 1) * width)
-        if output is not None:
-            old = streams + token[:, None] * stride + channel[None, :]
-            tiles, added = _load_in_turn(old, within, stream_stride, STREAMS), load_float32(output + place, within)
-            to_output = tl.zeros((TOKENS, BLOCK), tl.float32)
-            to_streams, totals = _repeat(to_output, STREAMS), ()
         if projection is not None:
             to_read = load_float32(grad_inputs + place, within)
+        by_stream = place + token[:, None] * ((STREAMS - 1) * width)
+        grads, totals = (), ()
         for stream in tl.static_range(STREAMS):
-            grads = load_float32(grad_connected + by_stream + stream * width, within)
+            grad = load_float32(grad_connected + by_stream + stream * width, within)
             if projection is not None:
                 tile = load_float32(source + channel[None, :] + stream * step, within)
-                grads += reading[stream][:, None] * to_read - shrinking[stream][:, None] * tile
+                grad += reading[stream][:, None] * to_read - shrinking[stream][:, None] * tile
                 # No tl.dot, because its layout would spread to everything here, and divide rows among warps.
                 for number in tl.range(0, ROWS, loop_unroll_factor=2):
                     product = number if CONSTRAINED else number * STREAMS + stream
                     used_row = number * STREAMS + stream if CONSTRAINED else number
                     factors = tl.broadcast_to(projection + used_row * width + channel[None, :], (TOKENS, BLOCK))
                     to_product = load_or_zero(grad_products + token * SIZE + product, inside)
-                    grads += to_product[:, None] * load_float32(factors, within)
-            if output is None:
-                tl.store(grad_streams + by_stream + stream * width, grads, mask=within)
-            else:
-                to_output += mixing[STREAMS + stream][:, None] * grads
-                totals = totals + (dots[stream * (STREAMS + 1)] + _sum_by_thread(grads * added),)
-                summed = ()
-                for other in tl.static_range(STREAMS):
-                    summed = summed + (to_streams[other] + mixing[(2 + stream) * STREAMS + other][:, None] * grads,)
-                    dot = dots[stream * (STREAMS + 1) + 1 + other] + _sum_by_thread(grads * tiles[other])
-                    totals = totals + (dot,)
-                to_streams = summed
-        if output is not None:
-            dots = totals
-            tl.store(grad_output + place, to_output, mask=within)
+                    grad += to_product[:, None] * load_float32(factors, within)
+            grads = grads + (grad,)
+        if output is None:
             for stream in tl.static_range(STREAMS):
-                tl.store(grad_streams + by_stream + stream * width, to_streams[stream], mask=within)
+                tl.store(grad_streams + by_stream + stream * width, grads[stream], mask=within)
+        else:
+            added = load_float32(output + place, within)
+            old = streams + token[:, None] * stride + channel[None, :]
+            factors = (added,) + _load_in_turn(old, within, stream_stride, STREAMS)
+            for stream in tl.static_range(STREAMS):
+                grad = _combine(grads, mixing, 2 * STREAMS + stream, STREAMS, STREAMS)
+                tl.store(grad_streams + by_stream + stream * width, grad, mask=within)
+                totals = totals + _add_products(dots, stream * (STREAMS + 1), factors, grads[stream], STREAMS + 1)
+            dots = totals
+            tl.store(grad_output + place, _combine(grads, mixing, STREAMS, 1, STREAMS), mask=within)
     if output is not None:
-        for stream in tl.static_range(STREAMS):
-            to_before = grad_before + token * SIZE + stream
-            tl.store(to_before, 0.0, mask=inside)
-            tl.store(to_before + STREAMS, tl.sum(dots[stream * (STREAMS + 1)], 1), mask=inside)
-            for other in tl.static_range(STREAMS):
-                place = grad_before + token * SIZE + (2 + stream) * STREAMS + other
-                tl.store(place, tl.sum(dots[stream * (STREAMS + 1) + 1 + other], 1), mask=inside)
+        for number in tl.static_range(STREAMS * (STREAMS + 1)):
+            stream, other = number // (STREAMS + 1), number % (STREAMS + 1) - 1
+            weight = STREAMS + stream if other < 0 else (2 + stream) * STREAMS + other
+            tl.store(grad_before + token * SIZE + weight, tl.sum(dots[number], 1), mask=inside)
 
 
 @triton.jit
