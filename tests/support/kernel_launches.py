@@ -218,13 +218,13 @@ def connections() -> Iterator[tuple[str, Launch]]:
     sizes = product((BF16, FLOAT), (2, 4), (False, True), ((False, True), (True, True), (True, False)))
     for dtype, count, constrained, (writes, reads) in sizes:
         streams, output = empty(64, count, 2048, dtype=dtype), empty(64, 2048, dtype=dtype)
-        weights, rstd = empty(64, count + 2, count, dtype=FLOAT), empty(64, count, dtype=FLOAT)
+        weights = empty(64, count + 2, count, dtype=FLOAT)
         shape = (count * (count + 2), count * 2048) if constrained else (count + 2, 2048)
         parameters = empty(*shape, dtype=dtype), empty(count + 2, count, dtype=FLOAT), empty(count + 2, dtype=FLOAT)
         inputs = streams, *((output, weights) if writes else (None,) * 2), *(parameters if reads else (None,) * 3)
         name, kind = f"connect_streams {count} {dtype} {writes} {reads} {constrained}", constrained and reads
         yield name, lambda inputs=inputs, kind=kind: hyper_connections._connect(*inputs, 1e-6, kind)
-        grads, saved = (streams, output, weights), (weights, weights, rstd)
+        grads, saved = (streams, output, weights), (streams, weights, weights, weights)
         yield (
             f"{name} backward",
             lambda grads=grads, inputs=inputs, saved=saved, kind=kind: hyper_connections._connect_backward(
