@@ -50,7 +50,6 @@ CONNECT_LIMIT = timedelta(seconds=30)
 MEETING_TICK = 0.002  # seconds between two looks for other ranks
 CONTROL = "control "  # begins the names of groups over gloo, whatever the backend
 ABORT_LIMIT = 10.0  # seconds for NCCL to abort communicators
-P2P_BLOCKS = 4  # thread blocks of a send or receive by NCCL, which hold multiprocessors until the other rank comes
 NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watchdog kills the process
 
 
@@ -122,7 +121,6 @@ def connect_two_ranks_by_nccl(store: Any, rank: int, ranks: Edge, timeout: timed
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.global_ranks_in_group = list(ranks)
-    options.config.max_ctas = P2P_BLOCKS
     with _suppress_serialization_warning():
         backend = dist.ProcessGroupNCCL(store, rank, 2, options)
     backend.eager_connect_single_device(device)

@@ -48,14 +48,15 @@ MAX_KEY_BYTES = 512
 
 TILES = {
     "scores": {"BLOCK": 64, "KEYS": 128, "num_warps": 4, "num_stages": 3},
+    "gather": {"KEYS": 128, "COLUMNS": 64, "num_warps": 4},
     "sums": {"ENTRIES": 8, "num_warps": 4},
 }
-"""Launch options for an H200: tokens and keys for an indexer's scores, and parts of keys' gradients."""
+"""Launch options for an H200: tokens and keys for an indexer's scores, gathered keys, and parts of keys' gradients."""
 
 
 class Chunk(NamedTuple):
     """
-    A slice of all rows' tokens with their chosen keys (tokens, chosen, width), the first one in place of missing ones.
+    A slice of all rows' tokens with their chosen keys (tokens, chosen, width), which are 0 if there is none.
 
     Places are the keys' indices among all rows' keys, int32 (tokens, chosen), or -1; counts are int32 (tokens,).
     """
@@ -76,14 +77,15 @@ def _gather_chunks(choice: Tensor, keys: Tensor, heads: int) -> Iterator[Chunk]:
     (rows, length, chosen), (total, width) = choice.shape, keys.shape[1:]
     size = max(1, CHUNK_BYTES // (chosen * _count_pair_bytes(keys, heads)))
     offsets = (torch.arange(rows * length, device=choice.device) // length * total).int()
-    gathered = keys.new_empty(min(size, rows * length), chosen, width)
+    gathered, tile = keys.new_empty(min(size, rows * length), chosen, width), TILES["gather"]
     for first in range(0, rows * length, size):
         tokens = slice(first, min(first + size, rows * length))
         indices = choice.view(-1, chosen)[tokens]
-        exists, near = indices >= 0, gathered[: len(indices)]
-        places = torch.where(exists, indices, indices[:, :1].clamp(min=0)) + offsets[tokens, None]
-        torch.index_select(keys.view(-1, width), 0, places.flatten(), out=near.view(-1, width))
-        yield Chunk(tokens, places.where(exists, -1), exists.sum(1, dtype=torch.int32), near)
+        places = torch.where(indices < 0, -1, indices + offsets[tokens, None])
+        _gather_keys[(cdiv(places.numel(), tile["KEYS"]), cdiv(width, tile["COLUMNS"]))](
+            *(keys, places, gathered, places.numel()), WIDTH=width, **tile
+        )
+        yield Chunk(tokens, places, (indices >= 0).sum(1, dtype=torch.int32), gathered[: len(places)])
 
 
 def choose_keys_triton(
@@ -177,8 +179,7 @@ def _choose_keys_backward(
         own, near = queries[chunk.tokens], chunk.keys
         pairs = torch.bmm(own, near.mT)
         _differentiate_products[(pairs.shape[:2].numel(),)](
-            *(pairs, chunk.counts, grad[chunk.tokens], factors[chunk.tokens]),
-            grads[2].flatten(0, 1)[chunk.tokens],
+            *(pairs, grad[chunk.tokens], factors[chunk.tokens], grads[2].flatten(0, 1)[chunk.tokens]),
             HEADS=pairs.shape[1],
             **_choose_row_options(pairs),
         )
@@ -317,6 +318,16 @@ def _score_visible_keys(
     tl.store(target, total, mask_tile(token < count, key < columns))
 
 
+@cache_launches("count")
+def _gather_keys(keys, places, gathered, count, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr):
+    """Store the keys at `count` places, and 0 for the place -1."""
+    entry = tl.program_id(0).to(tl.int64) * KEYS + tl.arange(0, KEYS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    index = tl.load(places + entry, mask=entry < count, other=-1).to(tl.int64)
+    key = load_or_zero(keys + index[:, None] * WIDTH + column[None, :], mask_tile(index >= 0, column < WIDTH))
+    tl.store(gathered + entry[:, None] * WIDTH + column[None, :], key, mask_tile(entry < count, column < WIDTH))
+
+
 @cache_launches()
 def _normalize_scores(
     products, counts, pairs, scale, HEADS: tl.constexpr, ROWS: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr
@@ -338,12 +349,12 @@ def _normalize_scores(
 
 @cache_launches()
 def _differentiate_products(
-    products, counts, grad, factors, grad_factors, HEADS: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr
+    products, grad, factors, grad_factors, HEADS: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Replace a token's products for a head by their gradients, and store the factor's."""
     pair, slot = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    exists, target, token = slot < CHOSEN, products + pair * CHOSEN + slot, pair // HEADS
-    wanted = load_or_zero(grad + token * CHOSEN + slot, slot < tl.load(counts + token))
+    exists, target = slot < CHOSEN, products + pair * CHOSEN + slot
+    wanted = load_or_zero(grad + pair // HEADS * CHOSEN + slot, exists)
     product = load_float32(target, exists)
     tl.store(grad_factors + pair, tl.sum(wanted * tl.maximum(product, 0.0)))
     tl.store(target, tl.where(product > 0, wanted * load_float32(factors + pair, None), 0.0), mask=exists)

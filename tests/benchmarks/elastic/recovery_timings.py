@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from drawloom import component
-from drawloom.components.checkpoint import peer_memory
+from drawloom.components.checkpoint import memory_exchange, peer_memory
 from drawloom.components.distributed import launched_ranks
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.device import ComputeDevice
@@ -41,8 +41,8 @@ FUNCTIONS: list[tuple[Any, str]] = [
     (GroupFactory, "make_group"),
     (GroupFactory, "make_control_group"),
     (peer_memory.PeerMemory, "restore"),
-    (peer_memory, "_allocate_requested"),
-    (peer_memory, "exchange_tensors"),
+    (memory_exchange, "_allocate_requested"),
+    (memory_exchange, "exchange_tensors"),
     (peer_memory.PeerMemory, "_load_states_into_nodes"),
     (ForwardBackward, "run_phase"),
     (peer_memory.StateMemory, "replace_reference_by_copy"),

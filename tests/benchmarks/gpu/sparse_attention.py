@@ -36,6 +36,7 @@ DOCUMENTS = (300, 2260)
 
 FORWARDS, BOTH, CHOICE, CHOICE_BOTH = "attention, forwards", "attention, both", "choice, forwards", "choice, both"
 VARIANTS: list[tuple[str, str, dict[str, int]]] = [
+    *((BOTH, "gather", {"KEYS": keys, "COLUMNS": columns}) for keys, columns in ((64, 128), (32, 256), (16, 1024))),
     *((BOTH, "sums", {"ENTRIES": entries, "num_warps": warps}) for entries, warps in ((4, 2), (4, 4), (8, 2), (16, 8))),
     *((CHOICE, "scores", {"num_stages": stages}) for stages in (2, 4)),
     (CHOICE, "scores", {"BLOCK": 128, "num_warps": 8}),
@@ -204,6 +205,7 @@ def _show_steps(length: int) -> None:
     weights, pairs = (triton._weigh_keys(chunk, x, HEADS, SCALE) for x in (q, rows))
     steps: dict[str, Call] = {
         "both: gathered keys": lambda: next(triton._gather_chunks(choice, latents, 2 * HEADS)),
+        "keys gathered by torch": lambda: latents[0][chunk.places],
         "forwards: scores": lambda: bmm_fp32(q, keys.mT),
         "forwards: scores and weights": lambda: triton._weigh_keys(chunk, q, HEADS, SCALE),
         "forwards: results": lambda: torch.bmm(weights, keys[..., :LATENT]),
