@@ -8,21 +8,32 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.components.experts.local import LocalExperts
-from drawloom.components.parallel.meta_collectives import emulate_collective
+from drawloom.components.parallel.meta_collectives import emulate_collective, emulate_wait
 from drawloom.ports import Dispatched, Kernels
 
 
 def dispatch_if_one_rank_or_meta(
-    kernels: Kernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
+    kernels: Kernels,
+    hidden: Tensor,
+    chosen: Tensor,
+    probabilities: Tensor,
+    experts: int,
+    ranks: int,
+    waits: bool = True,
 ) -> Dispatched | None:
     """
     Dispatch tokens if there is one rank, or if the tensors are on the meta device; else return None.
 
-    hidden is (tokens, width), chosen and probabilities (tokens, choices). Every rank has `experts` experts.
+    hidden is (tokens, width), chosen and probabilities (tokens, choices). Every rank has `experts` experts. The host
+    `waits` for the number of rows.
     """
     if ranks == 1:
         return LocalExperts(kernels=kernels).dispatch(hidden, chosen, probabilities, experts)
-    return dispatch_on_meta(kernels, hidden, chosen, probabilities, experts, ranks) if hidden.is_meta else None
+    if not hidden.is_meta:
+        return None
+    if waits:
+        emulate_wait(chosen)
+    return dispatch_on_meta(kernels, hidden, chosen, probabilities, experts, ranks)
 
 
 def dispatch_on_meta(
@@ -58,6 +69,7 @@ class _Exchange(Function):
 
 def _record_all_to_all(tokens: Tensor, copies: float, ranks: int) -> Tensor:
     """Record an all-to-all with `copies` destination ranks per token; return a new meta tensor (tokens, width)."""
-    rows = tokens.new_empty(round(copies * len(tokens)), *tokens.shape[1:])
+    message = tokens.clone()
+    rows = message.new_empty(round(copies * len(tokens)), *tokens.shape[1:])
     emulate_collective(rows, rows.shape, "all_to_all", "expert", ranks)
     return torch.empty_like(tokens)
