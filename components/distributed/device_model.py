@@ -29,12 +29,11 @@ class Reached:
     operation's on the device besides its work, and `host` the host's time to issue an operation.
 
     Most defaults are fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape, in rows of one document of
-    4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench NAME=breakdown`), and `launch` to 16
-    microbatches of Qwen3-0.6B in CUDA graphs; plans of these are 0.1 to 6 % off. `host` is fitted to the same
-    microbatches without graphs, `float8` to the products in a traced step (`make bench NAME=float8`), `packed` to
-    kernels alone (`make bench NAME=kernels ONLY=attention`), `links` and `latency` to collectives of 64 MB to 1 GB
-    between two H200 (`make bench NAME=several ONLY=--links`). `drawloom plan --calibrate` measures these numbers on a
-    machine.
+    4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench NAME=breakdown`), whose plans are 0.2 to
+    6 % off. `launch` agrees with 16 microbatches of Qwen3-0.6B in CUDA graphs, and `host` is fitted to them without
+    graphs. `float8` is from the products in a traced step (`make bench NAME=float8`), `packed` from kernels alone
+    (`make bench NAME=kernels ONLY=attention`), `links` and `latency` from gathers of 64 MB to 1 GB between two H200
+    (`make bench NAME=several ONLY=--links`). `drawloom plan --calibrate` measures these numbers on a machine.
     """
 
     products: float = 0.71

@@ -72,7 +72,7 @@ class SymmetricExperts:
         group = self.mesh.expert_group
         local_experts = num_experts // group.size
         dispatched = dispatch_if_one_rank_or_meta(
-            self.kernels, hidden, chosen, probabilities, local_experts, group.size, waits=self.capacity is None
+            self.kernels, hidden, chosen, probabilities, local_experts, group.size, self.capacity
         )
         if dispatched is not None:
             return dispatched
