@@ -9,7 +9,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.components.experts.local import LocalExperts
-from drawloom.components.parallel.meta_collectives import emulate_collective, emulate_wait
+from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.ports import Dispatched, Kernels
 
 
@@ -18,6 +18,7 @@ def dispatch_if_one_rank_or_meta(
     hidden: Tensor,
     chosen: Tensor,
     probabilities: Tensor,
+    *,
     experts: int,
     ranks: int,
     capacity: float | None = None,
@@ -25,47 +26,26 @@ def dispatch_if_one_rank_or_meta(
     """
     Dispatch tokens if there is one rank, or if the tensors are on the meta device; else return None.
 
-    hidden is (tokens, width), chosen and probabilities (tokens, choices). Every rank has `experts` experts. Without a
-    `capacity` the host waits for the number of rows.
+    hidden is (tokens, width), chosen and probabilities (tokens, choices). Every rank has `experts` experts. In plans
+    the host waits to count rows, unless there is a `capacity`: then this rank has most rows, `capacity` times as many
+    as its own tokens have choices.
     """
     if ranks == 1:
         return LocalExperts(kernels=kernels).dispatch(hidden, chosen, probabilities, experts)
     if not hidden.is_meta:
         return None
     if capacity is None:
-        emulate_wait(chosen)
-    return dispatch_on_meta(kernels, hidden, chosen, probabilities, experts, ranks, capacity or 1.0)
-
-
-def dispatch_on_meta(
-    kernels: Kernels,
-    hidden: Tensor,
-    chosen: Tensor,
-    probabilities: Tensor,
-    experts: int,
-    ranks: int,
-    capacity: float = 1.0,
-) -> Dispatched:
-    """
-    Dispatch meta tensors: hidden (tokens, width), chosen and probabilities (tokens, choices).
-
-    Every rank has `experts` experts. A plan assumes that this rank has most rows, `capacity` times as many as its own
-    tokens have choices, because the others wait for it.
-    """
+        emulate_collective(chosen, chosen.shape, "wait", "expert", ranks)
     # A token's average number of destination ranks, if its choices are uniform over ranks
     copies = ranks * (1 - (1 - 1 / ranks) ** chosen.shape[-1])
-    received = math.ceil(capacity * len(hidden))
+    received = math.ceil((capacity or 1) * len(hidden))
     tokens = _Exchange.apply(hidden, copies, ranks, received)  # type: ignore[no-untyped-call]
-    # A rank copies choices and probabilities of the tokens that it receives, too.
+    # A rank copies choices and probabilities, too.
     chosen, probabilities = (F.pad(own, (0, 0, 0, received - len(hidden))) for own in (chosen, probabilities))
     local = LocalExperts(kernels=kernels).dispatch(tokens, chosen, probabilities, experts)
-
-    def combine(rows: Tensor) -> Tensor:
-        """Return the sums by token (tokens, width) of rows (rows, width)."""
-        sums: Tensor = _Exchange.apply(local.combine(rows), copies, ranks, len(hidden))  # type: ignore[no-untyped-call]
-        return sums
-
-    return local._replace(combine=combine)
+    return local._replace(
+        combine=lambda rows: _Exchange.apply(local.combine(rows), copies, ranks, len(hidden))  # type: ignore[no-untyped-call]
+    )
 
 
 class _Exchange(Function):

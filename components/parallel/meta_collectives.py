@@ -1,4 +1,4 @@
-"""Collectives and waits on the meta device: operators that record a run's messages and waits, for planning."""
+"""Collectives on the meta device: an operator that records a run's messages, for planning."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -6,15 +6,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "wait"]
+"""A wait is the host's, for a result from the device, and sends nothing."""
 
 # An operator, so that it is seen among those that a module runs.
 torch.library.define("drawloom::collective", "(Tensor x, int[] shape, str kind, str dimension, int ranks) -> Tensor")
 
 
-torch.library.define("drawloom::wait_on_host", "(Tensor x) -> ()")
-
-COLLECTIVE, WAIT = torch.ops.drawloom.collective, torch.ops.drawloom.wait_on_host
+COLLECTIVE = torch.ops.drawloom.collective
 
 
 @torch.library.register_fake("drawloom::collective")  # type: ignore[untyped-decorator]
@@ -27,16 +26,6 @@ def emulate_collective(x: Tensor, shape: Sequence[int], kind: Kind, dimension: s
     """Return a meta tensor with `shape`, the result of a collective along a mesh dimension on x (any shape)."""
     result: Tensor = torch.ops.drawloom.collective(x, list(shape), kind, dimension, ranks)
     return result
-
-
-@torch.library.register_fake("drawloom::wait_on_host")  # type: ignore[untyped-decorator]
-def _fake_wait(_x: Tensor) -> None:
-    """Return at once."""
-
-
-def emulate_wait(x: Tensor) -> None:
-    """Record on the meta device that the host waits for x (any shape), a result of the device."""
-    torch.ops.drawloom.wait_on_host(x)
 
 
 def count_message_bytes(x: Tensor, result: Tensor, kind: str, ranks: int) -> float:

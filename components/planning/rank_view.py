@@ -40,8 +40,8 @@ class RankView:
     `host_bytes` are streamed from host memory and back in every step; `count_bytes_on_host` returns both for
     a fraction of the optimizer's state in host memory. `gradient_passes` is how often an update reads or writes all
     gradients; `update_flops` are the matrix product FLOPs in one optimizer step, and `update_arithmetic` the other
-    operations of optimizers limited by them. `contention` is the part of the exchanges' time that passes lose beside
-    them. `frozen_model` is the recipe's frozen second model, if it has one.
+    operations of optimizers limited by them. `contention` is as in `ReplicaTimes`, and `frozen_model` is the recipe's
+    frozen second model, if it has one.
     """
 
     mesh: PlannedMesh
@@ -135,7 +135,7 @@ class RankView:
         return {name: size for name, size in sizes.items() if size}
 
     def estimate_sync_and_update_times(self, device: DeviceModel) -> ReplicaTimes:
-        """Return the work of gathers, reductions and the update: in every pass, or once a step."""
+        """Return the work for gathers, reductions and the update: in every pass, or once a step."""
         gathers = (
             {}
             if self.sharded_parameter_store is None
@@ -156,7 +156,7 @@ class RankView:
         )
 
     def _estimate_gathers_by_stage(self, sliced: SlicedStore, device: DeviceModel) -> dict[int, Work]:
-        """Return the work of gathering parameters, by stage."""
+        """Return the work for gathering parameters, by stage."""
         return {
             stage.index: self._estimate_exchange(
                 device,
@@ -178,7 +178,7 @@ class RankView:
         )
 
     def _estimate_reductions_by_stage(self, device: DeviceModel) -> dict[int, Work]:
-        """Return the work of reducing sharded gradients, by stage."""
+        """Return the work for reducing sharded gradients, by stage."""
         if (sliced := self.sharded_parameter_store) is None:
             return {}
         work = dict[int, Work]()
@@ -189,7 +189,7 @@ class RankView:
         return work
 
     def _estimate_exchange(self, device: DeviceModel, size: float, messages: int, *dimensions: str) -> Work:
-        """Return the work of all-gathers or reduce-scatters of `size` bytes in all along mesh dimensions."""
+        """Return the work for all-gathers or reduce-scatters along mesh dimensions, in all `size` bytes."""
         group = self.mesh.group(*dimensions)
         link, sent = device.find_link(group.ranks), size * (group.size - 1) / group.size
         return Work(links=sent / link.bandwidth, planned=link.estimate_seconds(sent, messages)) if sent else Work()

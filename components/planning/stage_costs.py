@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from drawloom import UserError, internal
 from drawloom.components.distributed.device_model import DeviceModel, Link
 from drawloom.components.parallel.context_part import ContextPart
-from drawloom.components.parallel.meta_collectives import COLLECTIVE, WAIT, count_message_bytes
+from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
 from drawloom.components.pipeline.runtime.p2p import list_tensors
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, require_grad_in_place
 from drawloom.components.planning.attention import AttentionFractions
@@ -67,7 +67,7 @@ OPERATIONS = PRODUCTS, ATTENTION, ELEMENTWISE = "products", "attention", "norms 
 """Kinds; a collective has its mesh dimension as kind."""
 
 COUNTS = "the host, which waits for counts"
-"""Reason to wait: the host can't issue operations ahead, because it needs the rows of experts."""
+"""Reason to wait: the host can't issue operations ahead, because it counts experts' rows."""
 
 
 Amount = TypeVar("Amount", int, Work)
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = self._peak = self._start = 0
         self._cost = PassCost()
         self._label = ["other"]
-        self._lead = math.inf  # seconds of work that the host has issued ahead of the device
+        self._lead = math.inf  # seconds by which the host is ahead
 
     def label_storages_allocated_by_module(self, module: nn.Module, label: str) -> list[Any]:
         """Label the storages allocated in a module's forward pass; return the hooks' handles."""
@@ -182,13 +182,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count_storage_once(tensor)
         if function.overloadpacket is COLLECTIVE:
             bound = bind_arguments(function, args, kwargs)
+            if bound["kind"] == "wait":
+                self._lead = 0.0
+                return result
             sent = count_message_bytes(bound["x"], result, bound["kind"], bound["ranks"])
             link = self._links(bound["dimension"])
             seconds = link.estimate_seconds(sent)
             self._cost.comm_seconds += seconds
             self._add_work(bound["dimension"], Work(links=sent / link.bandwidth, planned=seconds))
-        elif function.overloadpacket is WAIT:
-            self._lead = 0.0
         elif function.overloadpacket is COPY:
             self._cost.link_seconds += outputs[0].nbytes / self._device.host_link
         elif accesses_elements(function, bool(new)):

@@ -15,7 +15,7 @@ from drawloom.ports import OPS, Program
 
 CONTENTION, CONTENTION_OF_COPIES = 0.75, 0.55
 """
-Part of an exchange's time that passes lose beside it: beside NCCL, fitted to steps of an 8B model with shards on two
+Fraction of an exchange's time that passes lose beside it: beside NCCL, fitted to an 8B model's steps with shards on two
 H200 (`make bench NAME=several`), and beside copies, which leave the multiprocessors alone. There kernels took 18 ms
 less, a fifth of the exchanges' time.
 """
@@ -55,10 +55,10 @@ class ReplicaTimes:
     """
     A pipeline rank's work for exchanges with replicas of its stages, and for its update.
 
-    By stage, `gathered_by_pass` is the work of gathering parameters in every pass, and `reduced_by_pass` the work of
-    reducing gradients in every backward pass. `gathered_once` and `reduced_once` are for parameters and gradients
-    exchanged once a step. `update` is the work of changing the weights. `contention` is the part of the exchanges' time
-    that passes lose beside them.
+    By stage, `gathered_by_pass` is the work for gathering parameters in every pass, and `reduced_by_pass` for reducing
+    gradients in every backward pass. `gathered_once` and `reduced_once` are for parameters and gradients exchanged once
+    a step, and `update` for changing the weights. `contention` is the fraction of the exchanges' time that passes lose
+    beside them.
     """
 
     gathered_by_pass: Mapping[int, Work]
@@ -69,7 +69,7 @@ class ReplicaTimes:
     contention: float = CONTENTION
 
     def get_exchanges_beside_pass(self, stage: int, op: str) -> Work:
-        """Return the work of the exchanges that overlap a stage's pass."""
+        """Return the work for the exchanges that overlap a stage's pass."""
         gathered = Work() if op == "W" else self.gathered_by_pass.get(stage, Work())
         return gathered + (self.reduced_by_pass.get(stage, Work()) if op in "BW" else Work())
 

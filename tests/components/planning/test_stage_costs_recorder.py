@@ -7,7 +7,7 @@ from torch import nn
 
 import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.components.distributed.device_model import DeviceModel, Link, Reached
-from drawloom.components.parallel.meta_collectives import emulate_collective, emulate_wait
+from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.stage_costs import PassCost, Recorder
 from drawloom.kernels.cross_entropy.options import LogitCut
@@ -125,7 +125,7 @@ def test_the_device_waits_for_a_host_that_has_waited_for_it() -> None:
             x = torch.empty(250_000, device="meta")
             x.neg()
             if waits:
-                emulate_wait(x)
+                emulate_collective(x, x.shape, "wait", "expert", 2)
             for _ in range(3):  # two seconds each: only the first is late
                 x.neg()
             small = torch.empty(1, device="meta")
