@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -22,27 +22,47 @@ class Reached:
     """
     Fractions of a data sheet's figures reached in a training step, and host overheads.
 
-    `products` is the fraction for matrix products, `attention` for products inside cuDNN's attention; the kernel for
-    packed rows reaches the fraction `packed` of it. `memory` is the fraction of the memory bandwidth, `messages` of the
-    links. `launch` is an operation's least time on the device, `host` the host's time to issue an operation, both in
-    seconds. The defaults are fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape, in rows of one
-    document of 4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench NAME=breakdown`), whose plans
-    are 0.1 to 4.9 % off; `host` is fitted to Qwen3-0.6B in microbatches of one row, whose plan is 3.5 % off, and
-    `packed` to kernels alone (`make bench NAME=kernels ONLY=attention`). `drawloom plan --calibrate` measures these
-    numbers on a machine.
+    `products` is the fraction for matrix products, `float8` for products in float8, `attention` for products inside
+    cuDNN's attention; the kernel for packed rows reaches the fraction `packed` of it. `memory` is the fraction of the
+    memory bandwidth, `links` of the rate between a host's devices, and `networks` of the rate between hosts, which was
+    not measured. In seconds, `latency` is a message's time between a host's devices besides its bytes, `launch` an
+    operation's on the device besides its work, and `host` the host's time to issue an operation.
+
+    Most defaults are fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape, in rows of one document of
+    4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench NAME=breakdown`), whose plans are 0.2 to
+    6 % off. `launch` agrees with 16 microbatches of Qwen3-0.6B in CUDA graphs, and `host` is fitted to them without
+    graphs. `float8` is from the products in a traced step (`make bench NAME=float8`), `packed` from kernels alone
+    (`make bench NAME=kernels ONLY=attention`), `links` and `latency` from gathers of 64 MB to 1 GB between two H200
+    (`make bench NAME=several ONLY=--links`). `drawloom plan --calibrate` measures these numbers on a machine.
     """
 
     products: float = 0.71
+    float8: float = 0.66
     attention: float = 0.53
     packed: float = 0.6
     memory: float = 0.65
-    messages: float = 0.75
+    links: float = 0.61
+    networks: float = 0.75
+    latency: float = 40e-6
     launch: float = 3e-6
     host: float = 60e-6
 
 
 REACHED_BY_CPU = Reached(products=1.0, attention=0.5, memory=1.0, host=0.0)
 """Fractions for a CPU: its table has reached figures, and it is its own host."""
+
+
+@attrs.frozen
+class Link:
+    """Connection between ranks: its bytes/s by data sheet, the fraction reached, and a message's latency in seconds."""
+
+    bandwidth: float
+    reached: float = 1.0
+    latency: float = 0.0
+
+    def estimate_seconds(self, sent: float, messages: int = 1) -> float:
+        """Return the seconds in which a rank sends `sent` bytes in some messages, one after another."""
+        return messages * self.latency + sent / (self.bandwidth * self.reached)
 
 
 @attrs.frozen(kw_only=True)
@@ -71,16 +91,27 @@ class DeviceModel:
         """Return the same device without the host's time per operation, as in a CUDA graph."""
         return attrs.evolve(self, reached=attrs.evolve(self.reached, host=0.0))
 
+    def find_link(self, ranks: Sequence[int]) -> Link:
+        """Return the link between ranks; a group's ranks on one host share its network cards."""
+        hosts = {rank // self.per_host for rank in ranks}
+        if len(hosts) == 1:
+            return Link(self.link, self.reached.links, self.reached.latency)
+        return Link(min(self.link, self.network * len(ranks) / len(hosts)), self.reached.networks)
+
     @property
     def is_gpu(self) -> bool:
         """Whether the device is a GPU, on which GPU kernels run."""
         return self.name != "cpu"
 
+    def get_matmul_peak(self, dtype: torch.dtype) -> float:
+        """Return the FLOP/s by data sheet for products in a dtype, or in the nearest one if the table has no entry."""
+        peak = self.peaks.get(get_matmul_dtype_key(dtype))
+        return peak or self.peaks.get("float32") or min(self.peaks.values())
+
     def compute_achieved_matmul_flop_rate(self, dtype: torch.dtype) -> float:
-        """Return the reached FLOP/s for products in a dtype, or in the nearest dtype if the table has no entry."""
-        key = get_matmul_dtype_key(dtype)
-        peak = self.peaks.get(key) or self.peaks.get("float32") or min(self.peaks.values())
-        return peak * self.reached.products
+        """Return the reached FLOP/s for products in a dtype."""
+        fraction = self.reached.float8 if get_matmul_dtype_key(dtype) == "float8" else self.reached.products
+        return self.get_matmul_peak(dtype) * fraction
 
 
 @cache
@@ -147,7 +178,8 @@ FASTER_PRODUCTS = {"float8": "float8.training"}
 """Features that compute products in a faster dtype, by the dtype."""
 
 NEEDED = ("memory", "bandwidth", "link", "network")
-MAY_BE_ZERO = {"memory", "reached.launch", "reached.host"}  # 0 bytes of memory are unknown, as a CPU's
+# 0 bytes of memory are unknown, as a CPU's
+MAY_BE_ZERO = {"memory", "reached.latency", "reached.launch", "reached.host"}
 
 
 def _check_device_figures(row: Mapping[str, Any], known: set[str], prefix: str = "") -> None:

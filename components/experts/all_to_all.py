@@ -43,7 +43,7 @@ class AllToAllExperts:
         group = self.mesh.expert_group
         local_experts = num_experts // group.size
         dispatched = dispatch_if_one_rank_or_meta(
-            self.kernels, hidden, chosen, probabilities, local_experts, group.size
+            self.kernels, hidden, chosen, probabilities, experts=local_experts, ranks=group.size
         )
         if dispatched is not None:
             return dispatched

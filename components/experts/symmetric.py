@@ -72,7 +72,13 @@ class SymmetricExperts:
         group = self.mesh.expert_group
         local_experts = num_experts // group.size
         dispatched = dispatch_if_one_rank_or_meta(
-            self.kernels, hidden, chosen, probabilities, local_experts, group.size
+            self.kernels,
+            hidden,
+            chosen,
+            probabilities,
+            experts=local_experts,
+            ranks=group.size,
+            capacity=self.capacity,
         )
         if dispatched is not None:
             return dispatched

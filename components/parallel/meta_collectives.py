@@ -6,7 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "wait"]
+"""A wait is the host's, for a result from the device, and sends nothing."""
 
 # An operator, so that it is seen among those that a module runs.
 torch.library.define("drawloom::collective", "(Tensor x, int[] shape, str kind, str dimension, int ranks) -> Tensor")

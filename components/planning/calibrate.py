@@ -13,6 +13,7 @@ import torch
 from drawloom import UserError
 from drawloom.components.distributed.device_model import (
     DeviceModel,
+    Link,
     Reached,
     find_device_model,
     find_gpu_model,
@@ -300,7 +301,7 @@ def _estimate_attention_traffic_seconds(
 
 def _trace_pass_cost_on_meta(run: Callable[[], object], model: DeviceModel) -> PassCost:
     """Record a call on meta tensors, as a plan does, and return the costs."""
-    recorder = Recorder(model, lambda _: math.inf, AttentionFractions())
+    recorder = Recorder(model, lambda _: Link(math.inf), AttentionFractions())
     with recorder:
         recorder.begin_pass()
         run()

@@ -248,7 +248,7 @@ def _sum_work(planned: Plan) -> Mapping[str, Work]:
         work = add_by_label(work, cost.work, count, Work())
         host += count * (own - cost.seconds)
         exposed += count * (float(planned.table.lengths[stage, op]) - own)
-        messages += count * times.get_seconds_beside_pass(stage, OPS[op])
+        messages += times.get_exchanges_beside_pass(stage, OPS[op]) * count
     update = max((times.update for times in planned.exchanges), key=lambda update: update.planned)
     computing = sum((work[kind] for kind in OPERATIONS), Work())
     replicas = [name for name in DATA if getattr(planned.mesh.sizes, name) > 1]
@@ -256,7 +256,7 @@ def _sum_work(planned: Plan) -> Mapping[str, Work]:
     return defaultdict(Work, work) | {
         "reference model": computing * (time.reference / computing.planned),
         UPDATE: update,
-        parameters: Work(links=messages * planned.device.reached.messages, planned=exposed),
+        parameters: attrs.evolve(messages, planned=exposed),
         "pipeline bubble": Work(planned=time.bubble),
         "offloaded activations": Work(planned=time.offload),
         # A host slower than the device issues passes during the update.

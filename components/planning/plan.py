@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from drawloom import UserError, internal
-from drawloom.components.distributed.device_model import DeviceModel, get_matmul_dtype_key
+from drawloom.components.distributed.device_model import DeviceModel, Link, get_matmul_dtype_key
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import PipelineDimension
@@ -24,10 +24,17 @@ from drawloom.components.planning.memory_choice import (
     list_policies,
 )
 from drawloom.components.planning.nodes import Nodes
-from drawloom.components.planning.rank_view import ElementCounts, RankView, estimate_link_bandwidth
+from drawloom.components.planning.rank_view import ElementCounts, RankView
 from drawloom.components.planning.run_length import RunLength
 from drawloom.components.planning.stage_costs import Recordings, StageCostRecorder, StageCosts
-from drawloom.components.planning.step_time import ReplicaTimes, StepTime, build_cost_table, estimate_step_time
+from drawloom.components.planning.step_time import (
+    CONTENTION,
+    CONTENTION_OF_COPIES,
+    ReplicaTimes,
+    StepTime,
+    build_cost_table,
+    estimate_step_time,
+)
 from drawloom.components.planning.timeline import Peak, compute_peak_host_bytes, compute_peak_memory
 from drawloom.graph.project import Recipe
 from drawloom.ports import (
@@ -355,9 +362,13 @@ class Planner:
     def _build_cost_table(self, views: Sequence["RankView"], costs: Mapping[int, StageCosts]) -> CostTable:
         """Return the seconds for passes, messages and copies to host memory."""
         exchanges = [view.estimate_sync_and_update_times(self.device) for view in views]
-        bandwidth = estimate_link_bandwidth(self.mesh, self.device, PipelineDimension.name)
-        message_seconds = max(stage_costs.sent for stage_costs in costs.values()) / bandwidth
+        sent = max(stage_costs.sent for stage_costs in costs.values())
+        message_seconds = self._find_link(PipelineDimension.name).estimate_seconds(sent)
         return build_cost_table(costs, exchanges, message_seconds, self.device.host_link)
+
+    def _find_link(self, dimension: str) -> Link:
+        """Return the link between ranks along a mesh dimension."""
+        return self.device.find_link(self.mesh.group(dimension).ranks)
 
     def _build_plan_from_costs(
         self, views: Sequence["RankView"], program: Program, microbatch_rows: int, costs: Mapping[int, StageCosts]
@@ -487,6 +498,7 @@ class Planner:
             gradient_passes=passes,
             update_flops=update_flops,
             update_arithmetic=arithmetic,
+            contention=CONTENTION_OF_COPIES if self.nodes.has_feature("overlap.shard_copies") else CONTENTION,
             frozen_model=next(iter(frozen), None),
         )
 
@@ -505,11 +517,9 @@ class Planner:
             context=self.mesh.context_group,
             gradient=self.objects[self.nodes.find_only_node(Precision)].gradient,
             device=self.device.without_host_time() if captured else self.device,
-            links=lambda dimension: estimate_link_bandwidth(self.mesh, self.device, dimension),
+            links=self._find_link,
             fractions=self._estimate_attention_fractions(self._build_microbatch_rows(rows)),
-            cache_key=tuple(
-                (sizes[name], estimate_link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES
-            ),
+            cache_key=tuple((sizes[name], self._find_link(name)) for name in WITHIN_STAGES),
             recordings=self.cache.recordings,
             frozen_model=views[-1].frozen_model,
         )

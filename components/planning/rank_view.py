@@ -40,7 +40,8 @@ class RankView:
     `host_bytes` are streamed from host memory and back in every step; `count_bytes_on_host` returns both for
     a fraction of the optimizer's state in host memory. `gradient_passes` is how often an update reads or writes all
     gradients; `update_flops` are the matrix product FLOPs in one optimizer step, and `update_arithmetic` the other
-    operations of optimizers limited by them. `frozen_model` is the recipe's frozen second model, if it has one.
+    operations of optimizers limited by them. `contention` is as in `ReplicaTimes`, and `frozen_model` is the recipe's
+    frozen second model, if it has one.
     """
 
     mesh: PlannedMesh
@@ -51,6 +52,7 @@ class RankView:
     gradient_passes: int
     update_flops: float
     update_arithmetic: float
+    contention: float
     frozen_model: FrozenModel | None = None
 
     def with_state_on_host(self, host_fraction: float) -> "RankView":
@@ -133,36 +135,36 @@ class RankView:
         return {name: size for name, size in sizes.items() if size}
 
     def estimate_sync_and_update_times(self, device: DeviceModel) -> ReplicaTimes:
-        """Return the seconds for gathers, reductions and the update: in every pass, or once a step."""
+        """Return the work for gathers, reductions and the update: in every pass, or once a step."""
         gathers = (
             {}
             if self.sharded_parameter_store is None
-            else self._estimate_gather_seconds_by_stage(self.sharded_parameter_store, device)
+            else self._estimate_gathers_by_stage(self.sharded_parameter_store, device)
         )
         gathers_per_block = self.sharded_parameter_store is not None and self.sharded_parameter_store.gathers_per_block
-        reduces = self._estimate_reduce_seconds_by_stage(device)
+        reduces = self._estimate_reductions_by_stage(device)
         sync_each_microbatch = self.stages.sync_each_microbatch
-        replicas = (
-            2
-            * self.trainable_elements_on_rank
-            * self._reduction_itemsize
-            * self._estimate_seconds_per_byte(device, "data_replicate")
-        )
+        replicated = 2 * self.trainable_elements_on_rank * self._reduction_itemsize
+        replicas = self._estimate_exchange(device, replicated, 1, "data_replicate")
         return ReplicaTimes(
             gathered_by_pass=gathers if gathers_per_block else {},
             reduced_by_pass=reduces if sync_each_microbatch else {},
-            gathered_once=0.0 if gathers_per_block else sum(gathers.values()),
-            reduced_once=replicas + (0.0 if sync_each_microbatch else sum(reduces.values())),
+            gathered_once=Work() if gathers_per_block else sum(gathers.values(), Work()),
+            reduced_once=replicas if sync_each_microbatch else sum(reduces.values(), replicas),
             update=self._estimate_update(device),
+            contention=self.contention,
         )
 
-    def _estimate_gather_seconds_by_stage(self, sliced: SlicedStore, device: DeviceModel) -> dict[int, float]:
-        """Return the seconds for gathering parameters, by stage."""
-        seconds = self._estimate_seconds_per_byte(device, *SHARDS)
-        stages = zip(self.stages.local, sliced.gathered, strict=True)
+    def _estimate_gathers_by_stage(self, sliced: SlicedStore, device: DeviceModel) -> dict[int, Work]:
+        """Return the work for gathering parameters, by stage."""
         return {
-            stage.index: (sizes.root + sum(sizes.blocks) - self._count_bytes_saved_by_encodings(stage)) * seconds
-            for stage, sizes in stages
+            stage.index: self._estimate_exchange(
+                device,
+                sizes.root + sum(sizes.blocks) - self._count_bytes_saved_by_encodings(stage),
+                1 + len(sizes.blocks),
+                *SHARDS,
+            )
+            for stage, sizes in zip(self.stages.local, sliced.gathered, strict=True)
         }
 
     def _count_bytes_saved_by_encodings(self, stage: Stage) -> int:
@@ -175,17 +177,22 @@ class RankView:
             for name, encoding in layer.gather_encodings.items()
         )
 
-    def _estimate_reduce_seconds_by_stage(self, device: DeviceModel) -> dict[int, float]:
-        """Return the seconds for reducing sharded gradients, by stage."""
-        if self.sharded_parameter_store is None:
+    def _estimate_reductions_by_stage(self, device: DeviceModel) -> dict[int, Work]:
+        """Return the work for reducing sharded gradients, by stage."""
+        if (sliced := self.sharded_parameter_store) is None:
             return {}
-        seconds = self._gradient_message_itemsize * self._estimate_seconds_per_byte(device, *SHARDS)
-        return {stage: elements.all * seconds for stage, elements in self.elements_by_stage.items()}
+        work = dict[int, Work]()
+        for stage, sizes in zip(self.stages.local, sliced.gathered, strict=True):
+            parameters = [param for name, param in stage.module.named_parameters() if name in sliced.slices]
+            sent = sum(param.numel() for param in parameters if param.requires_grad) * self._gradient_message_itemsize
+            work[stage.index] = self._estimate_exchange(device, sent, 1 + len(sizes.blocks), *SHARDS)
+        return work
 
-    def _estimate_seconds_per_byte(self, device: DeviceModel, *dimensions: str) -> float:
-        """Return the seconds per byte for an all-gather or a reduce-scatter along mesh dimensions."""
-        size = self.mesh.group(*dimensions).size
-        return (size - 1) / size / estimate_link_bandwidth(self.mesh, device, *dimensions)
+    def _estimate_exchange(self, device: DeviceModel, size: float, messages: int, *dimensions: str) -> Work:
+        """Return the work for all-gathers or reduce-scatters along mesh dimensions, in all `size` bytes."""
+        group = self.mesh.group(*dimensions)
+        link, sent = device.find_link(group.ranks), size * (group.size - 1) / group.size
+        return Work(links=sent / link.bandwidth, planned=link.estimate_seconds(sent, messages)) if sent else Work()
 
     def _estimate_update(self, device: DeviceModel) -> Work:
         """Return an update's work, limited by memory, arithmetic or the host link."""
@@ -197,7 +204,7 @@ class RankView:
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         norm_and_scaling = (self.gradient_passes - 1) * gradients  # one pass is in traffic
         arithmetic = self.update_arithmetic / device.peaks.get("float32", math.inf)
-        matmuls = self.update_flops * reached.products / device.compute_achieved_matmul_flop_rate(torch.bfloat16)
+        matmuls = self.update_flops / device.get_matmul_peak(torch.bfloat16)
         # State in host memory is streamed in both directions at once, while the device updates.
         links = self.host_bytes / device.host_link
 
@@ -212,12 +219,3 @@ class RankView:
             floor=add_up(device.bandwidth, 1.0),
             planned=add_up(device.bandwidth * reached.memory, reached.products),
         )
-
-
-def estimate_link_bandwidth(mesh: PlannedMesh, device: DeviceModel, *mesh_dimensions: str) -> float:
-    """Return a rank's send rate along mesh dimensions, in bytes/s."""
-    ranks = mesh.group(*mesh_dimensions).ranks
-    hosts = {rank // device.per_host for rank in ranks}
-    # Between hosts, all ranks of a group on one host share its network cards.
-    bandwidth = device.link if len(hosts) == 1 else min(device.link, device.network * len(ranks) / len(hosts))
-    return bandwidth * device.reached.messages

@@ -8,8 +8,8 @@ therefore takes as long for 100 layers as for 10.
 A recorder counts live bytes, and the operations' estimated seconds. A meta tensor has a storage without memory, with
 the lifetime of a real one. So the live storages' sum is the memory an allocator would have handed out. An operation
 takes as long as its arithmetic or its memory traffic, whichever is more (Williams et al. 2009, "Roofline", CACM 52(4)),
-and no less than a launch. Attention takes both, one after the other, because kernels before and after its products sum
-and round. FLOPs and scratch memory are registered with the operations (`kernels/costs.py`).
+and a launch. Attention takes both, one after the other, because kernels before and after its products sum and round.
+FLOPs and scratch memory are registered with the operations (`kernels/costs.py`).
 """
 
 import math
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from drawloom import UserError, internal
-from drawloom.components.distributed.device_model import DeviceModel
+from drawloom.components.distributed.device_model import DeviceModel, Link
 from drawloom.components.parallel.context_part import ContextPart
 from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
 from drawloom.components.pipeline.runtime.p2p import list_tensors
@@ -65,6 +65,9 @@ class Work:
 
 OPERATIONS = PRODUCTS, ATTENTION, ELEMENTWISE = "products", "attention", "norms and elementwise"
 """Kinds; a collective has its mesh dimension as kind."""
+
+COUNTS = "the host, which waits for counts"
+"""Reason to wait: the host can't issue operations ahead, because it counts experts' rows."""
 
 
 Amount = TypeVar("Amount", int, Work)
@@ -125,8 +128,8 @@ class PassCost:
 SUMMED = ("seconds", "comm_seconds", "host", "flops", "net_delta", "link_seconds")
 """Costs that add up over passes."""
 
-Links = Callable[[str], float]
-"""Return the bytes per second that a rank sends to others along a dimension of the mesh."""
+Links = Callable[[str], Link]
+"""Return the link between ranks along a dimension of the mesh."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -139,6 +142,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = self._peak = self._start = 0
         self._cost = PassCost()
         self._label = ["other"]
+        self._lead = math.inf  # seconds by which the host is ahead
 
     def label_storages_allocated_by_module(self, module: nn.Module, label: str) -> list[Any]:
         """Label the storages allocated in a module's forward pass; return the hooks' handles."""
@@ -156,6 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Start recording a pass."""
         self._cost = PassCost()
         self._start = self._peak = self._now
+        self._lead = math.inf
 
     def end_pass(self) -> PassCost:
         """Return the costs since `begin_pass`."""
@@ -177,10 +182,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count_storage_once(tensor)
         if function.overloadpacket is COLLECTIVE:
             bound = bind_arguments(function, args, kwargs)
+            if bound["kind"] == "wait":
+                self._lead = 0.0
+                return result
             sent = count_message_bytes(bound["x"], result, bound["kind"], bound["ranks"])
-            seconds = sent / self._links(bound["dimension"])
+            link = self._links(bound["dimension"])
+            seconds = link.estimate_seconds(sent)
             self._cost.comm_seconds += seconds
-            self._add_work(bound["dimension"], Work(links=seconds * self._device.reached.messages, planned=seconds))
+            self._add_work(bound["dimension"], Work(links=sent / link.bandwidth, planned=seconds))
         elif function.overloadpacket is COPY:
             self._cost.link_seconds += outputs[0].nbytes / self._device.host_link
         elif accesses_elements(function, bool(new)):
@@ -202,17 +211,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= self._sizes.pop(reference)[0]
 
     def _add_work(self, kind: str, work: Work) -> None:
-        """Add an operation's seconds on the device."""
-        self._cost.seconds += work.planned
-        self._cost.work = add_by_label(self._cost.work, {kind: work}, 1, Work())
+        """Add an operation's seconds on host and device, which waits for the host after the host waited for it."""
+        host = self._device.reached.host
+        idle = max(0.0, host - self._lead)
+        self._lead += idle - host + work.planned
+        self._cost.host += host
+        self._cost.seconds += idle + work.planned
+        self._cost.work = add_by_label(self._cost.work, {kind: work, COUNTS: Work(planned=idle)}, 1, Work())
 
     def _count_operation(self, costs: OperationCosts, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Add an operation's FLOPs, and its seconds on device and host."""
         reached = self._device.reached
         flops = costs.flops * (self._fractions.pairs if costs.is_attention else 1.0)
         work = flops if costs.is_attention else costs.equivalent_flops
-        rate = self._device.compute_achieved_matmul_flop_rate(_narrowest_dtype(inputs)) if flops else math.inf
-        peak = rate / reached.products
+        dtype = _narrowest_dtype(inputs or outputs)
+        rate = self._device.compute_achieved_matmul_flop_rate(dtype)
         if costs.is_attention:
             rate *= reached.attention / reached.products
             rate /= 1 - self._fractions.packed + self._fractions.packed / reached.packed
@@ -221,11 +234,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         scratch = 2 * costs.scratch * costs.is_attention
         arithmetic, traffic = work / rate, (moved + scratch) / (self._device.bandwidth * reached.memory)
         seconds = arithmetic + traffic if costs.is_attention else max(arithmetic, traffic)
-        by_flops, by_memory = flops / peak, moved / self._device.bandwidth
+        by_flops, by_memory = flops / self._device.get_matmul_peak(dtype), moved / self._device.bandwidth
         kind = ATTENTION if costs.is_attention else PRODUCTS if flops else ELEMENTWISE
-        longer, launched = max(by_flops, by_memory), max(seconds, reached.launch)
+        longer, launched = max(by_flops, by_memory), seconds + reached.launch
         self._add_work(kind, Work(flops=by_flops, memory=by_memory, floor=longer, planned=launched))
-        self._cost.host += reached.host
         self._peak = max(self._peak, self._now + costs.scratch)
 
 

@@ -13,10 +13,11 @@ from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.stage_costs import StageCosts, Work
 from drawloom.ports import OPS, Program
 
-CONTENTION = 0.75
+CONTENTION, CONTENTION_OF_COPIES = 0.75, 0.55
 """
-Part of an exchange's planned time that passes lose beside it, fitted to steps with shards on two and four H200
-(`make bench NAME=several`). Their messages reach 0.58 of the link's rate, and not the 0.75 that is planned.
+Fraction of an exchange's time that passes lose beside it: beside NCCL, fitted to an 8B model's steps with shards on two
+H200 (`make bench NAME=several`), and beside copies, which leave the multiprocessors alone. There kernels took 18 ms
+less, a fifth of the exchanges' time.
 """
 
 
@@ -52,23 +53,25 @@ class StepTime:
 @attrs.frozen
 class ReplicaTimes:
     """
-    A pipeline rank's seconds for exchanges with replicas of its stages, and for its update.
+    A pipeline rank's work for exchanges with replicas of its stages, and for its update.
 
-    By stage, `gathered_by_pass` is the time for gathering parameters in every pass, and `reduced_by_pass` the time for
-    reducing gradients in every backward pass. `gathered_once` and `reduced_once` are the times for parameters and
-    gradients exchanged once a step. `update` is the work of changing the weights.
+    By stage, `gathered_by_pass` is the work for gathering parameters in every pass, and `reduced_by_pass` for reducing
+    gradients in every backward pass. `gathered_once` and `reduced_once` are for parameters and gradients exchanged once
+    a step, and `update` for changing the weights. `contention` is the fraction of the exchanges' time that passes lose
+    beside them.
     """
 
-    gathered_by_pass: Mapping[int, float]
-    reduced_by_pass: Mapping[int, float]
-    gathered_once: float
-    reduced_once: float
+    gathered_by_pass: Mapping[int, Work]
+    reduced_by_pass: Mapping[int, Work]
+    gathered_once: Work
+    reduced_once: Work
     update: Work
+    contention: float = CONTENTION
 
-    def get_seconds_beside_pass(self, stage: int, op: str) -> float:
-        """Return the seconds for the exchanges that overlap a stage's pass."""
-        gathered = 0.0 if op == "W" else self.gathered_by_pass.get(stage, 0.0)
-        return gathered + (self.reduced_by_pass.get(stage, 0.0) if op in "BW" else 0.0)
+    def get_exchanges_beside_pass(self, stage: int, op: str) -> Work:
+        """Return the work for the exchanges that overlap a stage's pass."""
+        gathered = Work() if op == "W" else self.gathered_by_pass.get(stage, Work())
+        return gathered + (self.reduced_by_pass.get(stage, Work()) if op in "BW" else Work())
 
 
 def build_cost_table(
@@ -88,9 +91,10 @@ def build_cost_table(
     for stage, stage_costs in costs.items():
         host_bound = is_host_bound(stage_costs)
         for op, cost in stage_costs.passes.items():
-            exchanged = sum(times.get_seconds_beside_pass(stage, op) for times in exchanges)
+            seconds = [times.get_exchanges_beside_pass(stage, op).planned for times in exchanges]
+            lost = sum(times.contention * exchanged for times, exchanged in zip(exchanges, seconds, strict=True))
             own = cost.host if host_bound else cost.seconds
-            lengths[stage, OPS.index(op)] = max(own + CONTENTION * exchanged, exchanged, cost.link_seconds)
+            lengths[stage, OPS.index(op)] = max(own + lost, *seconds, cost.link_seconds)
     kept = np.array([costs[stage].passes["F"].total_kept_bytes for stage in range(len(costs))], dtype=np.float64)
     return CostTable(comm=message_seconds, lengths=lengths, offload_by_stage=kept / host_link_bandwidth)
 
@@ -121,9 +125,9 @@ def estimate_step_time(
         bubble=max(0.0, makespan - compute),
         offload=simulate(program, table).makespan - makespan if program.offloaded else 0.0,
         reference=reference and reference * compute_timing(forwards, table).makespan,
-        gather=max(times.gathered_once for times in exchanges),
+        gather=max(times.gathered_once.planned for times in exchanges),
         sync=max(
-            max(CONTENTION * times.reduced_once, times.reduced_once - last)
+            max(times.contention * times.reduced_once.planned, times.reduced_once.planned - last)
             for times, last in zip(exchanges, last_backwards, strict=True)
         ),
         update=max(0.0, max(times.update.planned for times in exchanges) - max(0.0, host - device)),

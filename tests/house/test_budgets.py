@@ -3,7 +3,7 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 692_373,
+    "tokens of the source": 692_879,
     "files that name float8 outside its folder": 8,
     "code lines imported by check": 13_140,
     "code lines imported by run": 19_611,
@@ -15,10 +15,10 @@ BUDGETS = {
     "files on the journey checkpoint": 40,
 }
 """
-The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown six
+The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown seven
 times: by conversations with tools, eight model families, `ask`, `plan --floor`, rollouts ahead of the policy, kernels
-and exchanges that overlap, decays by channel, grafts, hyper-connections, sparse attention, and environments of
-`verifiers`. No other run imports them.
+and exchanges that overlap, decays by channel, grafts, hyper-connections, sparse attention, environments of `verifiers`,
+and links in plans. No other run imports them.
 """
 
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 
@@ -61,6 +62,26 @@ def test_a_gpu_is_found_by_its_name() -> None:
     assert gpu.is_gpu
     assert not find_device_model("cpu").is_gpu
     assert find_gpu_model("NVIDIA GeForce RTX 4090") is None
+
+
+def test_links_of_a_host_and_networks_have_rates_of_their_own() -> None:
+    """
+    What messages reach within a host changes no time between hosts, and the other way round. Ranks on one host share
+    its network cards, and only messages within a host have a latency.
+    """
+    device = find_device_model("h200")
+    changes = ({"links": 0.1, "latency": 1.0}, {"networks": 0.1})
+    within, between = range(8), range(16)
+    for (slower, other), change in zip(((within, between), (between, within)), changes, strict=True):
+        changed = attrs.evolve(device, reached=attrs.evolve(device.reached, **change))
+        assert changed.find_link(slower).estimate_seconds(1e9) > device.find_link(slower).estimate_seconds(1e9)
+        assert changed.find_link(other) == device.find_link(other)
+    assert device.find_link((0, 8)).bandwidth == device.network
+    assert device.find_link((0, 1, 8, 9)).bandwidth == 2 * device.network
+    link = device.find_link((0, 1))
+    seconds = [link.estimate_seconds(1e9, messages) for messages in (1, 5)]
+    assert seconds[1] - seconds[0] == pytest.approx(4 * device.reached.latency)
+    assert device.find_link((0, 8)).latency == 0
 
 
 DESCRIBED = "bfloat16 = 100\nfloat32 = 50\nmemory = 8\nbandwidth = 500\nlink = 10\nnetwork = 1\n"

@@ -1,5 +1,6 @@
 """Floors of planned steps."""
 
+import attrs
 import pytest
 import tomli
 
@@ -65,6 +66,19 @@ def test_rows_add_up_to_the_step_and_its_floor(recipe: str, device: str, words: 
     assert step.floor == pytest.approx(max(sum(row.floor for row in operations), links))
     assert 0 < step.floor < step.planned
     assert all(max(row.flops, row.memory) <= row.floor <= row.planned for row in operations)
+
+
+def test_bounds_of_messages_do_not_depend_on_what_is_reached() -> None:
+    """Slower messages take more planned seconds, and as many at the links' rates: layers' and parameters' messages."""
+    device = find_device_model("h200")
+    slow = attrs.evolve(device, reached=attrs.evolve(device.reached, links=0.1, latency=1e-3))
+    recipe = Recipe.load("first_run", *SIZES, "mesh.data_shard=2", "mesh.tensor=2")
+    fast_rows, slow_rows = (
+        {row.kind: row for row in list_floor_rows(plan(recipe, model), NOTHING)} for model in (device, slow)
+    )
+    for kind in ("tensor", "parameters over data_shard"):
+        assert 0 < slow_rows[kind].links == pytest.approx(fast_rows[kind].links)
+        assert slow_rows[kind].planned > 2 * fast_rows[kind].planned
 
 
 def test_gains_of_settings_are_those_of_plans_with_them() -> None:

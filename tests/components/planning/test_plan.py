@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from drawloom import Recipe, RecipeError
 from drawloom.components.commands.planning.plan import make_plan_fields
-from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.distributed.device_model import Link, find_device_model
 from drawloom.components.optim.stochastic_adamw import CODES_ARITHMETIC
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.planning.attention import AttentionFractions
@@ -118,7 +118,7 @@ def test_planned_memory_equals_that_of_a_run(name: str, tmp_path: Path, monkeypa
         [stage] = stages.local
         stages.cast_weights()
         saved = Saved([*stage.module.parameters(), *stage.module.buffers()])
-        recorder = Recorder(run_plan.device, lambda _: 1.0, AttentionFractions(0.5))
+        recorder = Recorder(run_plan.device, lambda _: Link(1.0), AttentionFractions(0.5))
         runner = StageRunner(stage, run["loss"])
         given = batch()
         tokens, shared = run["loss"].inputs(given)
@@ -219,6 +219,49 @@ def test_cuda_graphs_take_no_time_of_the_host() -> None:
         for words in ((), ("capture.use=pipeline.captured",))
     )
     assert captured < 0.2 * plain
+
+
+def test_gradients_are_sent_only_if_their_weights_are_trained_and_sharded() -> None:
+    """With adapters on frozen weights, and for experts that a rank has alone, few bytes of gradients are sent."""
+    device = find_device_model("h200")
+    device = attrs.evolve(device, reached=attrs.evolve(device.reached, latency=0.0))
+    expert = "mesh.expert=2", 'stages.dispatcher={use="experts.symmetric"}'
+    for name, fewer in (("dense", ADAPTERS), ("experts", expert)):
+        recipe, settings = RECIPES[name]
+        whole, part = (
+            plan(Recipe.load(recipe, *settings[:-1], "mesh.data_shard=2", *words), device, 2)
+            .exchanges[0]
+            .reduced_once.planned
+            for words in ((), fewer)
+        )
+        assert part < 0.5 * whole, name
+
+
+def test_a_device_waits_where_the_host_counts_rows_of_experts() -> None:
+    """Without a capacity passes forward take longer, unless CUDA graphs or a fast host issue their operations."""
+    device = find_device_model("h200")
+    recipe, settings = RECIPES["experts"]
+    words = *settings[:-1], "mesh.data_shard=2", "mesh.expert=2", "dispatcher.use=experts.symmetric"
+    seconds = [
+        plan(Recipe.load(recipe, *words, *capacity), model, 2).costs[0].passes["F"].seconds
+        for model in (device, device.without_host_time())
+        for capacity in ((), ("dispatcher.capacity=1.0",))
+    ]
+    assert seconds[0] > 1.5 * seconds[1]
+    assert seconds[1:] == [seconds[1]] * 3
+
+
+def test_a_capacity_has_room_for_rows_of_experts() -> None:
+    """With room for twice the rows, experts keep twice the bytes until the backward pass, and the rest as much."""
+    recipe, settings = RECIPES["experts"]
+    words = *settings[:-1], "mesh.data_shard=2", "mesh.expert=2", "dispatcher.use=experts.symmetric"
+    once, twice = (
+        plan(Recipe.load(recipe, *words, f"dispatcher.capacity={capacity}"), find_device_model("h200"), 2)
+        for capacity in (1.0, 2.0)
+    )
+    kept, more = (planned.costs[0].passes["F"].kept_bytes for planned in (once, twice))
+    assert more["mlp"] > 1.5 * kept["mlp"]
+    assert {**more, "mlp": 0} == {**kept, "mlp": 0}
 
 
 def test_products_of_an_optimizer_are_part_of_the_update() -> None:

@@ -1,11 +1,12 @@
 """Recording of operations on the meta device."""
 
+import attrs
 import pytest
 import torch
 from torch import nn
 
 import support.kernels  # noqa: F401, for kernels in Triton's interpreter
-from drawloom.components.distributed.device_model import DeviceModel, Reached
+from drawloom.components.distributed.device_model import DeviceModel, Link, Reached
 from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.stage_costs import PassCost, Recorder
@@ -23,9 +24,10 @@ DEVICE = DeviceModel(
 )
 
 
-def recorder(attended: AttentionFractions | None = None) -> Recorder:
+def recorder(attended: AttentionFractions | None = None, **reached: float) -> Recorder:
     """Return a recorder for a device with a million bytes and operations per second; products reach half."""
-    return Recorder(DEVICE, lambda _: 100.0, attended or AttentionFractions())
+    device = attrs.evolve(DEVICE, reached=attrs.evolve(DEVICE.reached, **reached))
+    return Recorder(device, lambda _: Link(100.0, 0.5, 3.0), attended or AttentionFractions())
 
 
 def test_memory_is_counted_until_it_is_freed() -> None:
@@ -90,12 +92,60 @@ def test_the_peak_includes_workspaces_of_operations(least: float) -> None:
 
 
 def test_collectives_take_the_time_of_links() -> None:
-    """A collective takes its sent bytes divided by the bandwidth of the links between its ranks."""
+    """
+    A collective takes its sent bytes at the rate reached on the link between its ranks, and its latency; the floor has
+    the link's own rate alone.
+    """
     with recorder() as recording:
         recording.begin_pass()
         emulate_collective(torch.empty(100, device="meta"), [400], "all_gather", "tensor", 4)
         part = recording.end_pass()
-    assert part.comm_seconds == part.seconds == 1600 * 0.75 / 100
+    assert part.comm_seconds == part.seconds == 3.0 + 1600 * 0.75 / 50
+    assert part.work["tensor"].links == 1600 * 0.75 / 100
+
+
+def test_a_launch_comes_before_an_operations_work() -> None:
+    """Every operation takes a launch longer, on the device, than its arithmetic or its memory traffic."""
+    for size in (1, 1_000_000):
+        with recorder(launch=0.25) as recording:
+            recording.begin_pass()
+            torch.empty(size, device="meta").neg()
+            part = recording.end_pass()
+        assert part.seconds == pytest.approx(0.25 + 8 * size / 1e6)
+
+
+def test_the_device_waits_for_a_host_that_has_waited_for_it() -> None:
+    """
+    A host issues operations ahead of the device until it needs a result. Then short operations take as long as the host
+    needs to issue them, while longer ones give it a lead again.
+    """
+    for waits, idle in ((False, 0.0), (True, 2.0)):
+        with recorder() as recording:  # the host takes a second by operation
+            recording.begin_pass()
+            x = torch.empty(250_000, device="meta")
+            x.neg()
+            if waits:
+                emulate_collective(x, x.shape, "wait", "expert", 2)
+            for _ in range(3):  # two seconds each: only the first is late
+                x.neg()
+            small = torch.empty(1, device="meta")
+            for _ in range(5):  # the lead is four seconds
+                small.neg()
+            part = recording.end_pass()
+        assert part.host == 9.0
+        assert part.seconds == pytest.approx(4 * 2.0 + idle, abs=1e-3)
+
+
+def test_float8_products_reach_their_own_part_of_the_peak() -> None:
+    """Products of 8-bit factors have their own rate, and their floor is at the data sheet's."""
+    peaks = {"float8": 2e6, "float32": 1e6}
+    for dtype, seconds, floor in ((torch.float32, 4.0, 2.0), (torch.float8_e4m3fn, 4.0, 1.0)):
+        device = attrs.evolve(DEVICE, peaks=peaks, reached=attrs.evolve(DEVICE.reached, float8=0.25))
+        with Recorder(device, lambda _: Link(1.0), AttentionFractions()) as recording:
+            recording.begin_pass()
+            torch.empty(100, 100, device="meta", dtype=dtype) @ torch.empty(100, 100, device="meta", dtype=dtype)
+            part = recording.end_pass()
+        assert (part.seconds, part.work["products"].flops) == (pytest.approx(seconds), pytest.approx(floor))
 
 
 def test_parts_add_up() -> None:

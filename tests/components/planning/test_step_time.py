@@ -5,6 +5,7 @@ import pytest
 from drawloom.components.planning.stage_costs import PassCost, StageCosts, Work
 from drawloom.components.planning.step_time import (
     CONTENTION,
+    CONTENTION_OF_COPIES,
     ReplicaTimes,
     StepTime,
     build_cost_table,
@@ -22,7 +23,7 @@ COSTS = {
     0: StageCosts({"F": PassCost(1.0), "B": PassCost(2.0, comm_seconds=0.5)}, 0),
     1: StageCosts({"F": PassCost(3.0, host=1.0), "B": PassCost(4.0, host=5.0)}, 0),
 }
-NOTHING = ReplicaTimes({}, {}, 0.0, 0.0, Work())
+NOTHING = ReplicaTimes({}, {}, Work(), Work(), Work())
 
 
 def test_a_step_takes_the_longest_path_through_both_ranks() -> None:
@@ -43,7 +44,7 @@ def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> No
     pace, and weights are updated while the device would wait for it.
     """
     program = Program.from_rank_programs([[Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1)]])
-    update = [ReplicaTimes({}, {}, 0.0, 0.0, Work(planned=1.5))]
+    update = [ReplicaTimes({}, {}, Work(), Work(), Work(planned=1.5))]
 
     def time_with_update(forward: float, backward: float) -> StepTime:
         costs = {0: StageCosts({"F": PassCost(1.0, host=forward), "B": PassCost(4.0, host=backward)}, 0)}
@@ -62,8 +63,14 @@ def test_passes_hide_exchanges_up_to_their_own_length() -> None:
     backward pass.
     """
     exchanges = [
-        ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, Work(planned=0.25)),
-        ReplicaTimes({1: 2.5}, {1: 22.0}, 2.0, 30.0, Work(planned=0.5)),
+        ReplicaTimes({0: Work(planned=1.5)}, {}, Work(), Work(planned=3.0), Work(planned=0.25)),
+        ReplicaTimes(
+            gathered_by_pass={1: Work(planned=2.5)},
+            reduced_by_pass={1: Work(planned=22.0)},
+            gathered_once=Work(planned=2.0),
+            reduced_once=Work(planned=30.0),
+            update=Work(planned=0.5),
+        ),
     ]
     planned_time = estimate_step_time(
         PROGRAM, build_cost_table(COSTS, exchanges, message_seconds=0.0, host_link_bandwidth=1.0), COSTS, exchanges
@@ -72,6 +79,18 @@ def test_passes_hide_exchanges_up_to_their_own_length() -> None:
     assert (planned_time.gather, planned_time.sync, planned_time.update) == (2.0, max(CONTENTION * 30.0, 5.5), 0.5)
     others = planned_time.compute + planned_time.bubble
     assert planned_time.seconds == pytest.approx(others + 2.0 + CONTENTION * 30.0 + 0.5)
+
+
+def test_passes_lose_less_beside_copies() -> None:
+    """A step beside copies takes as much less as their contention is smaller, for exchanges that passes hide."""
+    seconds = []
+    for contention in (CONTENTION, CONTENTION_OF_COPIES):
+        exchanges = [ReplicaTimes({0: Work(planned=0.5)}, {}, Work(), Work(planned=1.0), Work(), contention), NOTHING]
+        table = build_cost_table(COSTS, exchanges, message_seconds=0.0, host_link_bandwidth=1.0)
+        seconds.append(estimate_step_time(PROGRAM, table, COSTS, exchanges))
+    less = CONTENTION - CONTENTION_OF_COPIES
+    assert table.lengths[0, 0] == 1.0 + CONTENTION_OF_COPIES * 0.5
+    assert seconds[0].sync - seconds[1].sync == pytest.approx(less)
 
 
 def test_forward_passes_of_a_reference_come_before() -> None:
