@@ -179,7 +179,7 @@ class LaunchedRanks:
         return True
 
     def _list_spare_gpus(self) -> list[torch.device]:
-        """Return the GPUs that a hot spare on this machine may get."""
+        """Return the GPUs for hot spares on this machine."""
         count = self.launch.local_world_size if self.launch.spares and self.device.backend == "nccl" else 0
         return [torch.device("cuda", index) for index in range(count)]
 

@@ -34,14 +34,17 @@ class Preparation:
         for name in self.modules:
             with suppress(Exception):  # some are made by code, and can't be imported by their name
                 import_module(name)
-        for gpu in gpus if COMPILER in self.modules else ():
-            compile_small_function(gpu)
+        for gpu in gpus:
+            load_libraries_on_gpu(gpu)
+            if COMPILER in self.modules:
+                compile_small_function(gpu)
         with suppress(RuntimeError):  # if there is too little memory, it is pinned when the state comes
             # torch keeps the freed memory: pinning some GB takes a second
             torch.empty(self.state_bytes, dtype=torch.uint8, pin_memory=bool(gpus))
         gc.freeze()  # a recovery's collections would walk through the modules' million objects
 
 
+@cache
 def load_libraries_on_gpu(gpu: torch.device) -> None:
     """Create a CUDA context on a GPU, and load cuBLAS, cuDNN and NCCL there; this keeps about 0.6 GB of the GPU."""
     torch.cuda.set_device(gpu)
