@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from drawloom.components.distributed.rng import fill_normal
+
 COMPILER = "torch._inductor.compile_fx"
 
 
@@ -51,6 +53,7 @@ def load_libraries_on_gpu(gpu: torch.device) -> None:
     matrix = torch.ones(1, 1, 64, 64, dtype=torch.bfloat16, device=gpu, requires_grad=True)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
         torch.autograd.backward(F.scaled_dot_product_attention(matrix @ matrix, matrix, matrix).sum())
+    fill_normal(matrix.detach(), key=0, std=1.0)  # a joining rank draws weights before it receives others
     backend: Any = dist.ProcessGroupNCCL(HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
     backend.eager_connect_single_device(gpu)
     backend.shutdown()
