@@ -185,9 +185,7 @@ class LaunchedRanks:
 
     def _check_gpus_survive_losses(self) -> None:
         """Raise UserError if processes share a GPU: its kernels waiting for a lost rank do not end."""
-        if self.device.backend != "nccl":
-            return
-        if self.device.shares_gpu and not self.launch.is_single_process:
+        if self.device.backend == "nccl" and self.device.shares_gpu and not self.launch.is_single_process:
             raise UserError(
                 "on_failure: 'continue' needs a GPU for each process, and some share one; start fewer processes, or "
                 "write on_failure = 'stop'",
