@@ -179,15 +179,13 @@ class LaunchedRanks:
         return True
 
     def _list_spare_gpus(self) -> list[torch.device]:
-        """Return the GPUs that a hot spare on this machine may get."""
+        """Return the GPUs for hot spares on this machine."""
         count = self.launch.local_world_size if self.launch.spares and self.device.backend == "nccl" else 0
         return [torch.device("cuda", index) for index in range(count)]
 
     def _check_gpus_survive_losses(self) -> None:
         """Raise UserError if processes share a GPU: its kernels waiting for a lost rank do not end."""
-        if self.device.backend != "nccl":
-            return
-        if self.device.shares_gpu and not self.launch.is_single_process:
+        if self.device.backend == "nccl" and self.device.shares_gpu and not self.launch.is_single_process:
             raise UserError(
                 "on_failure: 'continue' needs a GPU for each process, and some share one; start fewer processes, or "
                 "write on_failure = 'stop'",

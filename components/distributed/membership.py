@@ -32,7 +32,7 @@ from drawloom import UserError, internal
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.launch_store import Failure, connect_to_launch_store
 from drawloom.components.distributed.peer_processes import PeerProcesses
-from drawloom.components.distributed.preparation import Preparation, load_libraries_on_gpu
+from drawloom.components.distributed.preparation import Preparation
 from drawloom.components.distributed.rank_monitor import KILL_TIMEOUT, MAX_WATCHED, RankMonitor
 from drawloom.components.distributed.torchrun import Launch, get_boot_and_namespace_id
 from drawloom.graph.cli.terminal import print_escaped_text
@@ -239,7 +239,7 @@ class Spares:
 
     store: Any
     _module_count: int = internal(0)  # in the last announced preparation
-    _preparations: int = internal(0)  # found so far
+    _preparations: int = internal(0)  # announced so far
     _known: dict[int, RunProcess] = internal(factory=dict)
     _settled: set[int] = internal(factory=set)  # admitted, or ended
 
@@ -279,10 +279,11 @@ class Spares:
             self.store.set("preparation", json.dumps(attrs.asdict(Preparation([*modules], state_bytes))))
             self.store.add("preparations", 1)
 
-    def find_new_preparation(self) -> Preparation | None:
-        """Return the newest preparation; None if the last call has returned it."""
+    def prepare_if_announced(self, gpus: Sequence[torch.device]) -> None:
+        """Prepare this process for joining with one of `gpus`, if a member has announced how since the last call."""
         before, self._preparations = self._preparations, self.store.add("preparations", 0)
-        return Preparation(**json.loads(self.store.get("preparation"))) if self._preparations > before else None
+        if self._preparations > before:
+            Preparation(**json.loads(self.store.get("preparation"))).prepare(gpus)
 
     def announce_run_end(self, exit_code: int) -> None:
         """Tell all spares that the run has ended with this exit code."""
@@ -344,9 +345,7 @@ def wait_as_spare(
     and UserError if the spares stay too few.
     """
     spares = Spares(PrefixStore(run, store))
-    for gpu in gpus:
-        load_libraries_on_gpu(gpu)
-    _prepare_if_new(spares, gpus)
+    spares.prepare_if_announced(gpus)
     number = spares.register(own)
     log.info("this process waits as spare %d", number)
     with closing(MemberWatch(store, silence)) as members:
@@ -361,15 +360,10 @@ def wait_as_spare(
                 raise UserError(
                     "all processes of the run are lost, and the waiting ones are too few for its mesh; start it again"
                 )
-            _prepare_if_new(spares, gpus)
+            spares.prepare_if_announced(gpus)
             time.sleep(WAITING_TICK)
         members.end_lost_processes()
     return generation
-
-
-def _prepare_if_new(spares: Spares, gpus: Sequence[torch.device]) -> None:
-    if (preparation := spares.find_new_preparation()) is not None:
-        preparation.prepare(gpus)
 
 
 def read_and_count_heartbeats(store: Any) -> tuple[Generation, int]:
@@ -510,7 +504,7 @@ def wait_to_join_running_generation(
     launch: Launch, timeout: float, heartbeat_timeout: float, gpus: Sequence[torch.device], *, is_member: bool
 ) -> Membership | None:
     """
-    Wait as a spare until a generation admits this process, and prepare a new spare for `gpus`.
+    Wait as a spare until a generation admits this process, with one of `gpus`.
 
     Return None if the launch has no run yet. `is_member` is True for a former member of the run. Raises ReportedError
     when the run ends, and UserError if its processes are gone.
@@ -525,6 +519,6 @@ def wait_to_join_running_generation(
     if generation.run in RUNS and not is_member:
         return None
     own = RunProcess.from_launch(launch, is_member=is_member)
-    outcome = wait_as_spare(store, generation.run, own, heartbeat_timeout + RECOVERY_MARGIN, () if is_member else gpus)
+    outcome = wait_as_spare(store, generation.run, own, heartbeat_timeout + RECOVERY_MARGIN, gpus)
     membership = start_membership(launch, outcome, Connections(launch.port), timeout, heartbeat_timeout)
     return attrs.evolve(membership, control=store)

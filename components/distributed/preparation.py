@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from drawloom.components.distributed.rng import fill_normal
+
 COMPILER = "torch._inductor.compile_fx"
 
 
@@ -34,20 +36,24 @@ class Preparation:
         for name in self.modules:
             with suppress(Exception):  # some are made by code, and can't be imported by their name
                 import_module(name)
-        for gpu in gpus if COMPILER in self.modules else ():
-            compile_small_function(gpu)
+        for gpu in gpus:
+            load_libraries_on_gpu(gpu)
+            if COMPILER in self.modules:
+                compile_small_function(gpu)
         with suppress(RuntimeError):  # if there is too little memory, it is pinned when the state comes
             # torch keeps the freed memory: pinning some GB takes a second
             torch.empty(self.state_bytes, dtype=torch.uint8, pin_memory=bool(gpus))
         gc.freeze()  # a recovery's collections would walk through the modules' million objects
 
 
+@cache
 def load_libraries_on_gpu(gpu: torch.device) -> None:
     """Create a CUDA context on a GPU, and load cuBLAS, cuDNN and NCCL there; this keeps about 0.6 GB of the GPU."""
     torch.cuda.set_device(gpu)
     matrix = torch.ones(1, 1, 64, 64, dtype=torch.bfloat16, device=gpu, requires_grad=True)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
         torch.autograd.backward(F.scaled_dot_product_attention(matrix @ matrix, matrix, matrix).sum())
+    fill_normal(matrix.detach(), key=0, std=1.0)  # a joining rank draws weights before it receives others
     backend: Any = dist.ProcessGroupNCCL(HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
     backend.eager_connect_single_device(gpu)
     backend.shutdown()

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launch_store import connect_to_launch_store
 from drawloom.components.distributed.membership import CURRENT, Generation, Spares
-from drawloom.components.distributed.torchrun import SPARES, read_launch
+from drawloom.components.distributed.torchrun import SPARES, Launch, read_launch
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.phases.report import Report
 from drawloom.components.run.signals import Signals
@@ -81,7 +81,7 @@ def run_with_deaths(folder: Path, words: tuple[str, ...], deaths: Deaths, port: 
     """
     Run a process, which gets a fault at the nth call of a place if `deaths` has its first rank; kills are usual.
 
-    The last `spares` processes start when the others have begun.
+    The last `spares` processes start when the others have begun, and faults wait until one of them waits.
     """
     if spares:
         _start_as_member_or_spare(spares)
@@ -96,6 +96,8 @@ def run_with_deaths(folder: Path, words: tuple[str, ...], deaths: Deaths, port: 
         def dying(self: Any, *arguments: Any) -> Any:
             calls[0] += 1
             if calls[0] == step:
+                while spares and not _list_waiting_spares(read_launch()):  # it prepares itself for its machine's GPUs
+                    time.sleep(0.1)
                 FAULTS[faults[0] if faults else "killed"]()
             return method(self, *arguments)
 
@@ -254,8 +256,11 @@ def find_waiting_spares(worker: int) -> list[int]:
     """Return the waiting spares of the launch with this worker."""
     lines = Path(f"/proc/{worker}/environ").read_text("utf-8").split("\0")
     launch = read_launch(dict(line.split("=", 1) for line in lines if "=" in line))
-    if launch.is_single_process:  # the process is the launcher's copy for a moment, with the launcher's environment
-        return []
+    # the process is the launcher's copy for a moment, with the launcher's environment
+    return [] if launch.is_single_process else _list_waiting_spares(launch)
+
+
+def _list_waiting_spares(launch: Launch) -> list[int]:
     store = connect_to_launch_store(launch.address, launch.port, launch.attempt, 10.0)
     run = Generation.from_json(store.get(CURRENT).decode()).run
     return [spare.pid for spare in Spares(PrefixStore(run, store)).find_waiting_spares().values()]

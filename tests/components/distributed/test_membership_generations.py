@@ -182,17 +182,20 @@ def test_spares_are_admitted_once_and_learn_the_end_of_the_run() -> None:
     assert Spares(store).find_exit_code() == 3
 
 
-def test_preparations_are_read_once_and_grow() -> None:
+def test_preparations_are_followed_once_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member publishes its modules again only if they are more; a member of the next generation, in any case."""
+    prepared: list[Preparation] = []
+    monkeypatch.setattr(Preparation, "prepare", lambda self, _gpus: prepared.append(self))
     store = HashStore()
     member, spare = Spares(store), Spares(store)
-    assert spare.find_new_preparation() is None
+    spare.prepare_if_announced([])
     member.announce_preparation(["first", "second"], 10)
     member.announce_preparation(["fewer"], 20)
-    assert spare.find_new_preparation() == Preparation(["first", "second"], 10)
-    assert spare.find_new_preparation() is None
+    spare.prepare_if_announced([])
+    spare.prepare_if_announced([])
     Spares(store).announce_preparation(["other"], 30)
-    assert spare.find_new_preparation() == Preparation(["other"], 30)
+    spare.prepare_if_announced([])
+    assert prepared == [Preparation(["first", "second"], 10), Preparation(["other"], 30)]
 
 
 def test_a_generation_renumbers_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ def test_spares_load_the_compiler_on_all_gpus_if_members_use_it(
 ) -> None:
     """A spare may get any of them. Too little memory for the state does not end it."""
     gpus = [torch.device("cuda", index) for index in range(2)]
-    compiled: list[torch.device] = []
+    loaded, compiled = list[torch.device](), list[torch.device]()
+    monkeypatch.setattr(preparation, "load_libraries_on_gpu", loaded.append)
     monkeypatch.setattr(preparation, "compile_small_function", compiled.append)
 
     def fail(size: int, dtype: torch.dtype, pin_memory: bool) -> None:
@@ -41,4 +42,4 @@ def test_spares_load_the_compiler_on_all_gpus_if_members_use_it(
 
     monkeypatch.setattr(torch, "empty", fail)
     Preparation(modules, 2**40).prepare(gpus)
-    assert compiled == (gpus if compiles else [])
+    assert loaded == gpus and compiled == (gpus if compiles else [])
