@@ -50,16 +50,16 @@ def connect_streams_eager(
     Write a branch's output (..., width) to streams (..., n, width), and read the next branch's input.
 
     `before` are the branch's weights (..., n + 2, n), at least float32; `connection` is the next branch's, None at a
-    layer's end.
+    layer's end. Elsewhere streams, rounded to the inputs' dtype, have at least float32, since gradients are summed so.
     """
+    dtype, wide = streams.dtype, upcast(streams)
     if output is not None and before is not None:
-        mixed = before[..., 2:, :] @ upcast(streams)
-        streams = (mixed + before[..., 1, :, None] * output.unsqueeze(-2)).to(streams.dtype)
+        dtype = output.dtype
+        wide = upcast((before[..., 2:, :] @ wide + before[..., 1, :, None] * output.unsqueeze(-2)).to(dtype))
     if connection is None:
-        return ConnectedStreams(streams, streams.new_empty(0), streams.new_empty(0))
-    wide = upcast(streams)
+        return ConnectedStreams(wide.to(dtype), wide.new_empty(0), wide.new_empty(0))
     weights = _compute_weights(wide, connection)
-    return ConnectedStreams(streams, (weights[..., :1, :] @ wide).squeeze(-2).to(streams.dtype), weights)
+    return ConnectedStreams(wide, (weights[..., :1, :] @ wide).squeeze(-2).to(dtype), weights)
 
 
 def _compute_weights(streams: Tensor, connection: Connection) -> Tensor:
@@ -69,7 +69,7 @@ def _compute_weights(streams: Tensor, connection: Connection) -> Tensor:
     products = (rows @ projection.to(rows.dtype).T) * factors
     if not constrained:
         return static + scale[:, None] * products.mT.tanh()
-    logits = static + scale[:, None] * products.unflatten(-1, static.shape)
+    logits = static + scale[:, None] * torch.unflatten(products, -1, static.shape)
     mix = logits[..., 2:, :]
     for _ in range(ROUNDS):
         mix = mix.log_softmax(-2).log_softmax(-1)

@@ -62,7 +62,7 @@ def _compute_gradients(*values: Any) -> tuple[Tensor, ...]:
     """Return gradients of the streams, the output and its weights, and the parameters."""
     *arguments, constrained, connected, weights, logits, rstd = values
     projection = arguments[6]
-    *input_grads, products, sums = _connect_backward(*arguments[:9], connected, weights, logits, rstd, constrained)
+    *input_grads, products, sums = _connect_backward(*arguments[:9], connected, weights, logits, rstd, constrained)  # type: ignore[call-arg]
     if projection is None:
         return tuple(input_grads)
     outputs = products.flatten(-2) if constrained else products.mT
@@ -202,11 +202,17 @@ def _normalize(weights: Tensor, static: Tensor | None, scale: Tensor | None, log
 
 
 @triton.jit
+def _append(values, value):
+    """Return a tuple with one more value."""
+    return values + (value,)
+
+
+@triton.jit
 def _load_in_turn(first, inside, step, NUMBER: tl.constexpr):
     """Load numbers or tiles `step` apart."""
     loaded = ()
     for number in tl.static_range(NUMBER):
-        loaded = loaded + (load_float32(first + number * step, inside),)
+        loaded = _append(loaded, load_float32(first + number * step, inside))
     return loaded
 
 
@@ -215,7 +221,7 @@ def _repeat(value, NUMBER: tl.constexpr):
     """Return a tuple of equal elements."""
     values = ()
     for _ in tl.static_range(NUMBER):
-        values = values + (value,)
+        values = _append(values, value)
     return values
 
 
@@ -230,7 +236,7 @@ def _add_products(sums, first: tl.constexpr, tiles, tile, NUMBER: tl.constexpr):
     """Return sums from `first` on plus tiles' products with one tile, summed by thread."""
     added = ()
     for number in tl.static_range(NUMBER):
-        added = added + (sums[first + number] + _sum_by_thread(tiles[number] * tile),)
+        added = _append(added, sums[first + number] + _sum_by_thread(tiles[number] * tile))
     return added
 
 
@@ -279,7 +285,7 @@ def _connect_kernel(
                 mixed += mixing[STREAMS + stream][:, None] * added
                 mixed = mixed.to(streams.dtype.element_ty)
                 tl.store(source + channel[None, :] + stream * width, mixed, mask=within)
-                tiles = tiles + (mixed.to(tl.float32),)
+                tiles = _append(tiles, mixed.to(tl.float32))
             if CONSTRAINED:
                 tl.debug_barrier()  # Loaded again, because in the product's layout all warps would mix all streams.
                 tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
@@ -290,7 +296,7 @@ def _connect_kernel(
             all_squares, totals = (), ()
             for stream in tl.static_range(STREAMS):
                 tile = tiles[stream]
-                all_squares = all_squares + (squares[stream] + _sum_by_thread(tile * tile),)
+                all_squares = _append(all_squares, squares[stream] + _sum_by_thread(tile * tile))
                 if CONSTRAINED:
                     used = mask_tile(channel < width, column < SIZE)
                     rows = projection + (column * STREAMS + stream)[None, :] * width + channel[:, None]
@@ -381,7 +387,7 @@ def _connect_backward_kernel(
         shrinking = ()
         for stream in tl.static_range(STREAMS):
             used = _uses_stream(column, stream, STREAMS, CONSTRAINED)[None, :]
-            shrinking = shrinking + (tl.sum(tl.where(used, to_products, 0.0), 1),)
+            shrinking = _append(shrinking, tl.sum(tl.where(used, to_products, 0.0), 1))
         reading = _load_in_turn(weights + token * SIZE, inside, 1, STREAMS)
     dots = _repeat(zeros, STREAMS * (STREAMS + 1))
     for first in range(0, width, BLOCK):
@@ -404,7 +410,7 @@ def _connect_backward_kernel(
                     factors = tl.broadcast_to(projection + used_row * width + channel[None, :], (TOKENS, BLOCK))
                     to_product = load_or_zero(grad_products + token * SIZE + product, inside)
                     grad += to_product[:, None] * load_float32(factors, within)
-            grads = grads + (grad,)
+            grads = _append(grads, grad)
         if output is None:
             for stream in tl.static_range(STREAMS):
                 tl.store(grad_streams + by_stream + stream * width, grads[stream], mask=within)
@@ -450,7 +456,7 @@ def _normalize_kernel(
     for _ in tl.static_range(ROUNDS):
         columns = _log_softmax(logs, between, 1)
         logs = _log_softmax(columns, between, 2)
-        rounds = rounds + (columns, logs)
+        rounds = _append(_append(rounds, columns), logs)
     values = tl.exp(logs)
     if BACKWARD:
         values *= load_or_zero(weights + place, known)

@@ -223,11 +223,11 @@ def connections() -> Iterator[tuple[str, Launch]]:
         parameters = empty(*shape, dtype=dtype), empty(count + 2, count, dtype=FLOAT), empty(count + 2, dtype=FLOAT)
         inputs = streams, *((output, weights) if writes else (None,) * 2), *(parameters if reads else (None,) * 3)
         name, kind = f"connect_streams {count} {dtype} {writes} {reads} {constrained}", constrained and reads
-        yield name, lambda inputs=inputs, kind=kind: hyper_connections._connect(*inputs, 1e-6, kind)
+        yield name, lambda inputs=inputs, kind=kind: hyper_connections._connect(*inputs, 1e-6, kind)  # type: ignore[call-arg]
         grads, saved = (streams, output, weights), (streams, weights, weights, weights)
         yield (
             f"{name} backward",
-            lambda grads=grads, inputs=inputs, saved=saved, kind=kind: hyper_connections._connect_backward(
+            lambda grads=grads, inputs=inputs, saved=saved, kind=kind: hyper_connections._connect_backward(  # type: ignore[call-arg]
                 *grads, *inputs, *saved, kind
             ),
         )

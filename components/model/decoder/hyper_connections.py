@@ -16,7 +16,7 @@ from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import Decoder
 from drawloom.components.model.decoder.specs import ConnectedBranch, ConnectionSpec, LayerContext
 from drawloom.components.model.layers import RMSNorm
-from drawloom.kernels.hyper_connections.eager import ConnectedStreams, Connection
+from drawloom.kernels.hyper_connections.eager import Connection
 from drawloom.ports import Kernels, LayerRange, Role
 
 
@@ -50,7 +50,7 @@ class HyperConnection(nn.Module):
         """Weights to read other streams and `first`, to write, and to mix a stream into itself, perhaps as logits."""
         return 0.0, 1.0, 1.0, 1.0
 
-    def forward(self, streams: Tensor, output: Tensor | None, before: Tensor | None) -> ConnectedStreams:
+    def forward(self, streams: Tensor, output: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """
         Write the last branch's output (..., width), if any, with its weights `before`, and read this branch's input.
 
@@ -66,8 +66,7 @@ class HyperConnection(nn.Module):
         # A norm's weight may multiply the projection's inputs as well as the streams.
         projection = (self.projection * self.norm.weight).to(streams.dtype)
         connection = Connection(projection, static, scale, self.norm.eps, self.is_constrained)
-        connected: ConnectedStreams = self.kernels.connect_streams(streams, output, before, connection)
-        return connected
+        return self.kernels.connect_streams(streams, output, before, connection)
 
     def parameter_roles(self) -> Mapping[str, Role]:
         # Every channel is multiplied by the weights to read and to mix, and all channels by the projection.

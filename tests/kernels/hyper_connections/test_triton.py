@@ -30,7 +30,8 @@ def draw(tokens: int, count: int, width: int, dtype: torch.dtype, constrained: b
 def connect(function: Any, inputs: Any, writes: bool, reads: bool, constrained: bool) -> list[Tensor]:
     """Return the results with elements."""
     streams, output, before, *parameters = inputs
-    connection = Connection(*parameters, 0.1, constrained) if reads else None
+    projection, static, scale = parameters
+    connection = Connection(projection, static, scale, 0.1, constrained) if reads else None
     results = function(streams, *(output, before) if writes else (None, None), connection)
     return [result for result in results if result.numel()]
 
