@@ -15,20 +15,14 @@ ROUNDS = 20
 """Row and column normalizations, as in mHC."""
 
 
-class Connection(NamedTuple):
-    """
-    Parameters of a branch's connection to n streams.
+Connection = tuple[Tensor, Tensor, Tensor, float, bool]
+"""
+Parameters of a branch's connection to n streams: projection, static weights and scales, eps, and `constrained`.
 
-    Normed streams are multiplied by `projection`: each one by (n + 2, width), or if `constrained` all together by
-    (n * (n + 2), n * width). Rows are for weights to read, to write, and to mix into stream 0, 1, ...; `static` (n + 2,
-    n) and `scale` (n + 2,) are at least float32.
-    """
-
-    projection: Tensor
-    static: Tensor
-    scale: Tensor
-    eps: float
-    constrained: bool
+Normed streams are multiplied by the projection: each one by (n + 2, width), or if constrained all together by (n * (n +
+2), n * width). Rows are for weights to read, to write, and to mix into stream 0, 1, ...; static weights (n + 2, n) and
+scales (n + 2,) are at least float32.
+"""
 
 
 class ConnectedStreams(NamedTuple):

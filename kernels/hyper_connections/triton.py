@@ -47,12 +47,13 @@ def connect_streams_triton(
 ) -> ConnectedStreams:
     """Compute connect_streams_eager for float32, bfloat16 and float16."""
     check_floats("connect_streams_triton", streams)
-    parameters = (None, None, None, 0.0, False) if connection is None else connection
-    return ConnectedStreams(*_differentiable_connect(streams, output, before, *parameters))
+    projection, static, scale, eps, constrained = connection or (None, None, None, 0.0, False)
+    results = _differentiable_connect(streams, output, before, projection, static, scale, eps, constrained)
+    return ConnectedStreams(*results)
 
 
 def _connect_and_save(streams: Tensor, output: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return streams, inputs and weights, and what the backward pass needs."""
+    """Return streams, inputs and weights, and tensors for the backward pass."""
     results = _connect(streams, output, *arguments)
     connected = as_new_alias(streams) if output is None else results[0]
     return connected, *results[1:3], connected, *results[2:]
@@ -273,7 +274,7 @@ def _connect_kernel(
     products = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     zeros = tl.zeros((TOKENS, BLOCK // 8), tl.float32)
     squares, partial = _repeat(zeros, STREAMS), _repeat(zeros, SIZE)
-    for first in tl.range(0, width, BLOCK, num_stages=1):  # a later stage loads what an earlier one stores
+    for first in tl.range(0, width, BLOCK, num_stages=1):  # loads follow stores
         channel = first + tl.arange(0, BLOCK)
         within = mask_tile(inside, channel < width)
         tiles = _load_in_turn(streams + token[:, None] * stride + channel[None, :], within, stream_stride, STREAMS)
@@ -307,7 +308,7 @@ def _connect_kernel(
             squares = all_squares
             partial = partial if CONSTRAINED else totals
     if projection is not None:
-        row, place = column // STREAMS, token[:, None] * SIZE + column[None, :]
+        row, index = column // STREAMS, token[:, None] * SIZE + column[None, :]
         known = mask_tile(inside, column < SIZE)
         total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
         for stream in tl.static_range(STREAMS):
@@ -318,15 +319,15 @@ def _connect_kernel(
                 products += tl.where(column[None, :] == number * STREAMS + stream, product[:, None], 0.0)
         inverse = tl.rsqrt(total / (width * (STREAMS if CONSTRAINED else 1)) + eps)
         products *= inverse
-        tl.store(rstd + place, inverse, mask=known)
-        tl.store(logits + place, products, mask=known)
+        tl.store(rstd + index, inverse, mask=known)
+        tl.store(logits + index, products, mask=known)
         start = load_or_zero(static + column, column < SIZE)[None, :]
         factor = load_or_zero(scale + row, column < SIZE)[None, :]
         if CONSTRAINED:
             values = tl.sigmoid(start + factor * products) * (row + 1)[None, :]
         else:
             values = start + factor * (2.0 * tl.sigmoid(2.0 * products) - 1.0)
-        tl.store(weights + place, values, mask=known)
+        tl.store(weights + index, values, mask=known)
         tl.debug_barrier()  # Other threads have stored streams and weights.
         reading = _load_in_turn(weights + token * SIZE, inside, 1, STREAMS)
         for first in range(0, width, BLOCK):
@@ -393,10 +394,10 @@ def _connect_backward_kernel(
     for first in range(0, width, BLOCK):
         channel = first + tl.arange(0, BLOCK)
         within = mask_tile(inside, channel < width)
-        place = token[:, None] * width + channel[None, :]
+        index = token[:, None] * width + channel[None, :]
         if projection is not None:
-            to_read = load_float32(grad_inputs + place, within)
-        by_stream = place + token[:, None] * ((STREAMS - 1) * width)
+            to_read = load_float32(grad_inputs + index, within)
+        by_stream = index + token[:, None] * ((STREAMS - 1) * width)
         grads, totals = (), ()
         for stream in tl.static_range(STREAMS):
             grad = load_float32(grad_connected + by_stream + stream * width, within)
@@ -415,7 +416,7 @@ def _connect_backward_kernel(
             for stream in tl.static_range(STREAMS):
                 tl.store(grad_streams + by_stream + stream * width, grads[stream], mask=within)
         else:
-            added = load_float32(output + place, within)
+            added = load_float32(output + index, within)
             old = streams + token[:, None] * stride + channel[None, :]
             factors = (added,) + _load_in_turn(old, within, stream_stride, STREAMS)
             for stream in tl.static_range(STREAMS):
@@ -423,7 +424,7 @@ def _connect_backward_kernel(
                 tl.store(grad_streams + by_stream + stream * width, grad, mask=within)
                 totals = totals + _add_products(dots, stream * (STREAMS + 1), factors, grads[stream], STREAMS + 1)
             dots = totals
-            tl.store(grad_output + place, _combine(grads, mixing, STREAMS, 1, STREAMS), mask=within)
+            tl.store(grad_output + index, _combine(grads, mixing, STREAMS, 1, STREAMS), mask=within)
     if output is not None:
         for number in tl.static_range(STREAMS * (STREAMS + 1)):
             stream, other = number // (STREAMS + 1), number % (STREAMS + 1) - 1
@@ -449,9 +450,9 @@ def _normalize_kernel(
     to_stream, from_stream = tl.arange(0, SIZE)[None, :, None], tl.arange(0, SIZE)[None, None, :]
     between = (to_stream < STREAMS) & (from_stream < STREAMS)
     known, column = between & (token < count), (2 + to_stream) * STREAMS + from_stream
-    place = token * ((STREAMS + 2) * STREAMS) + column
+    index = token * ((STREAMS + 2) * STREAMS) + column
     start, factor = load_or_zero(static + column, between), load_or_zero(scale + 2 + to_stream, to_stream < STREAMS)
-    logs = tl.where(between, start + factor * load_or_zero(logits + place, known), -1e30)
+    logs = tl.where(between, start + factor * load_or_zero(logits + index, known), -1e30)
     rounds = ()
     for _ in tl.static_range(ROUNDS):
         columns = _log_softmax(logs, between, 1)
@@ -459,7 +460,7 @@ def _normalize_kernel(
         rounds = _append(_append(rounds, columns), logs)
     values = tl.exp(logs)
     if BACKWARD:
-        values *= load_or_zero(weights + place, known)
+        values *= load_or_zero(weights + index, known)
         for step in tl.static_range(2 * ROUNDS):
             values -= tl.exp(rounds[2 * ROUNDS - 1 - step]) * tl.sum(values, 2 - step % 2, keep_dims=True)
-    tl.store(weights + place, values, mask=known)
+    tl.store(weights + index, values, mask=known)

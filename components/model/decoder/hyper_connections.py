@@ -16,7 +16,6 @@ from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import Decoder
 from drawloom.components.model.decoder.specs import ConnectedBranch, ConnectionSpec, LayerContext
 from drawloom.components.model.layers import RMSNorm
-from drawloom.kernels.hyper_connections.eager import Connection
 from drawloom.ports import Kernels, LayerRange, Role
 
 
@@ -65,7 +64,7 @@ class HyperConnection(nn.Module):
         scale = torch.cat([self.scale[:2], self.scale[mix_scale].expand(count)]).to(dtype)
         # A norm's weight may multiply the projection's inputs as well as the streams.
         projection = (self.projection * self.norm.weight).to(streams.dtype)
-        connection = Connection(projection, static, scale, self.norm.eps, self.is_constrained)
+        connection = projection, static, scale, self.norm.eps, self.is_constrained
         return self.kernels.connect_streams(streams, output, before, connection)
 
     def parameter_roles(self) -> Mapping[str, Role]:

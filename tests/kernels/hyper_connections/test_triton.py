@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.hyper_connections.eager import Connection, connect_streams_eager
+from drawloom.kernels.hyper_connections.eager import connect_streams_eager
 from drawloom.kernels.hyper_connections.triton import connect_streams_triton
 from support.kernels import DEVICE, assert_all_close, exact
 
@@ -31,7 +31,7 @@ def connect(function: Any, inputs: Any, writes: bool, reads: bool, constrained: 
     """Return the results with elements."""
     streams, output, before, *parameters = inputs
     projection, static, scale = parameters
-    connection = Connection(projection, static, scale, 0.1, constrained) if reads else None
+    connection = (projection, static, scale, 0.1, constrained) if reads else None
     results = function(streams, *(output, before) if writes else (None, None), connection)
     return [result for result in results if result.numel()]
 
