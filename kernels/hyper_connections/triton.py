@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,9 +46,8 @@ def connect_streams_triton(
 ) -> ConnectedStreams:
     """Compute connect_streams_eager for float32, bfloat16 and float16."""
     check_floats("connect_streams_triton", streams)
-    projection, static, scale, eps, constrained = connection or (None, None, None, 0.0, False)
-    results = _differentiable_connect(streams, output, before, projection, static, scale, eps, constrained)
-    return ConnectedStreams(*results)
+    parameters = (None,) * 5 + (0.0, 0, False) if connection is None else connection
+    return ConnectedStreams(*_differentiable_connect(streams, output, before, *parameters))
 
 
 def _connect_and_save(streams: Tensor, output: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
@@ -61,17 +59,20 @@ def _connect_and_save(streams: Tensor, output: Tensor | None, *arguments: Any) -
 
 def _compute_gradients(*values: Any) -> tuple[Tensor, ...]:
     """Return gradients of the streams, the output and its weights, and the parameters."""
-    *arguments, constrained, connected, weights, logits, rstd = values
-    projection = arguments[6]
-    *input_grads, products, sums = _connect_backward(*arguments[:9], connected, weights, logits, rstd, constrained)  # type: ignore[call-arg]
+    *arguments, read, _write, mix, scale, _eps, _first, constrained, connected, weights, logits, rstd = values
+    saved = mix, scale, weights, logits, rstd, constrained
+    *input_grads, products, sums = _connect_backward(*arguments, *saved)  # type: ignore[call-arg]
+    projection = arguments[-1]
     if projection is None:
         return tuple(input_grads)
-    outputs = products.flatten(-2) if constrained else products.mT
-    rows = outputs.flatten(0, -2).to(connected.dtype)
-    # Tensor cores need rows of 16 bytes.
-    padded = F.pad(rows, (0, -rows.shape[1] % 8)).T @ connected.reshape(len(rows), -1)
-    to_static, to_scale = sums.sum(0)
-    return *input_grads, padded[: len(projection)], to_static, to_scale.sum(1)
+    to_projection = products.T @ connected.reshape(len(products), -1)
+    to_static, to_scales = sums.sum(0)
+    to_read, to_write, to_mix = to_static.to(read.dtype).split([1, 1, len(mix)])
+    by_row = to_scales.sum(1)
+    mixes = by_row[2:].sum(0, keepdim=True)
+    to_scale = torch.cat([by_row[:2], mixes] if constrained else [by_row[:1] + mixes, by_row[1:2]]).to(scale.dtype)
+    parameter_grads = to_read[0], to_write[0], to_mix if constrained else to_mix.T, to_scale
+    return *input_grads, to_projection[: len(projection)], *parameter_grads
 
 
 def _allocate(streams: Tensor, output: Tensor | None, projection: Tensor | None) -> FiveTensors:
@@ -91,29 +92,36 @@ def _connect(
     output: Tensor | None,
     before: Tensor | None,
     projection: Tensor | None,
-    static: Tensor | None,
+    read: Tensor | None,
+    write: Tensor | None,
+    mix: Tensor | None,
     scale: Tensor | None,
     eps: float,
+    first: int,
     constrained: bool,
 ) -> None:
-    tensors = output, before, projection, static, scale, *results
-    _launch(_connect_kernel, streams, tensors, constrained, eps)
+    tensors = output, before, projection, read, write, mix, scale, *results
+    _launch(_connect_kernel, streams, tensors, constrained, eps, first)
     if constrained:
-        _normalize(results[2], static, scale, results[3], backward=False)
+        _normalize(results[2], mix, scale, results[3], backward=False)
 
 
 def _allocate_gradients(
     streams: Tensor, output: Tensor | None, before: Tensor | None, weights: Tensor, constrained: bool
 ) -> FiveTensors:
-    """Return gradients of streams, output, its weights and products by token, and programs' sums, all empty."""
-    tokens = streams[..., 0, 0].numel()
-    programs = cdiv(tokens, count_program_tokens(constrained))
+    """
+    Return gradients of streams, output, its weights and products, and programs' sums, all empty.
+
+    Products are padded by output, since tensor cores need rows of 16 bytes.
+    """
+    count, tokens = streams.shape[-2], streams[..., 0, 0].numel()
+    rows, outputs = (tokens, count * (count + 2)) if constrained else (tokens * count, count + 2)
     return (
         streams.new_empty(streams.shape),
         streams.new_empty(0 if output is None else output.shape),
         weights.new_zeros(0 if before is None else before.shape),
-        weights.new_empty(weights.shape),
-        weights.new_empty(programs, 2, *weights.shape[-2:]),
+        streams.new_empty(rows, cdiv(outputs, 8) * 8),
+        weights.new_empty(cdiv(tokens, count_program_tokens(constrained)), 2, *weights.shape[-2:]),
     )
 
 
@@ -127,9 +135,8 @@ def _connect_backward(
     output: Tensor | None,
     before: Tensor | None,
     projection: Tensor | None,
-    static: Tensor | None,
+    mix: Tensor | None,
     scale: Tensor | None,
-    connected: Tensor,
     weights: Tensor,
     logits: Tensor,
     rstd: Tensor,
@@ -137,9 +144,9 @@ def _connect_backward(
 ) -> None:
     if constrained:
         grad_weights = grad_weights.clone(memory_format=torch.contiguous_format)
-        _normalize(grad_weights, static, scale, logits, backward=True)
+        _normalize(grad_weights, mix, scale, logits, backward=True)
     grads = grad_connected, grad_inputs, grad_weights
-    tensors = *grads, output, before, projection, scale, connected, weights, logits, rstd, *results
+    tensors = *grads, output, before, projection, scale, weights, logits, rstd, *results
     _launch(_connect_backward_kernel, streams, tensors, constrained)
 
 
@@ -180,7 +187,7 @@ def _launch(kernel: Any, streams: Tensor, tensors: Sequence[Tensor | None], cons
     )
 
 
-def _normalize(weights: Tensor, static: Tensor | None, scale: Tensor | None, logits: Tensor, backward: bool) -> None:
+def _normalize(weights: Tensor, mix: Tensor | None, scale: Tensor | None, logits: Tensor, backward: bool) -> None:
     """Replace weights to mix in (..., n + 2, n) by normalized ones, or their gradients by the logits' gradients."""
     count = weights.shape[-1]
     tokens, size = weights[..., 0, 0].numel(), next_power_of_2(count)
@@ -188,7 +195,7 @@ def _normalize(weights: Tensor, static: Tensor | None, scale: Tensor | None, log
     if tokens:
         _normalize_kernel[(programs,)](
             weights,
-            static,
+            mix,
             scale,
             logits,
             tokens,
@@ -242,6 +249,15 @@ def _add_products(sums, first: tl.constexpr, tiles, tile, NUMBER: tl.constexpr):
 
 
 @triton.jit
+def _add_scaled(tiles, weights, tile, STREAMS: tl.constexpr):
+    """Add to each stream's tile another one, multiplied by the stream's weights (tokens,)."""
+    added = ()
+    for stream in tl.static_range(STREAMS):
+        added = _append(added, tiles[stream] + weights[stream][:, None] * tile)
+    return added
+
+
+@triton.jit
 def _combine(tiles, weights, first: tl.constexpr, step: tl.constexpr, STREAMS: tl.constexpr):
     """Return the sum of tiles, multiplied by weights (tokens,) from `first` on."""
     total = tiles[0] * weights[first][:, None]
@@ -251,16 +267,50 @@ def _combine(tiles, weights, first: tl.constexpr, step: tl.constexpr, STREAMS: t
 
 
 @triton.jit
+def _mix_streams(tiles, added, weights, dtype: tl.constexpr, STREAMS: tl.constexpr):
+    """Return streams' tiles after a branch, rounded as in memory."""
+    mixed = ()
+    for stream in tl.static_range(STREAMS):
+        total = _combine(tiles, weights, (2 + stream) * STREAMS, 1, STREAMS)
+        total += weights[STREAMS + stream][:, None] * added
+        mixed = _append(mixed, total.to(dtype).to(tl.float32))
+    return mixed
+
+
+@triton.jit
+def _load_static(read, write, mix, column, first, STREAMS: tl.constexpr, CONSTRAINED: tl.constexpr):
+    """Load static weights by column of (n + 2, n), and add the initial ones."""
+    row, stream = column // STREAMS, column % STREAMS
+    if CONSTRAINED:
+        part = tl.where(stream == first, 0.8, 0.0) + 0.2 / STREAMS
+        initial = tl.where(row == 0, tl.log(part / (1.0 - part)), tl.where(row == stream + 2, 8.0, 0.0))
+        mixes = mix + column - 2 * STREAMS
+    else:
+        initial = tl.where((row == 1) | (row == stream + 2) | ((row == 0) & (stream == first)), 1.0, 0.0)
+        mixes = mix + stream * STREAMS + row - 2
+    initial += load_float32(read + stream, row == 0) + load_float32(write + stream, row == 1)
+    return initial + load_float32(mixes, (row > 1) & (row < STREAMS + 2))
+
+
+@triton.jit
+def _load_scale(scale, column, STREAMS: tl.constexpr, CONSTRAINED: tl.constexpr):
+    """Load the dynamic weights' scales by column of (n + 2, n)."""
+    row = column // STREAMS
+    index = tl.minimum(row, 2) if CONSTRAINED else tl.where(row == 1, 1, 0)
+    return load_float32(scale + index, row < STREAMS + 2)
+
+
+@triton.jit
 def _uses_stream(column, stream, STREAMS: tl.constexpr, CONSTRAINED: tl.constexpr):
     """Return whether weights' logits are computed from a stream, by column of (n + 2, n)."""
     return (column < STREAMS * (STREAMS + 2)) & ((column % STREAMS == stream) | CONSTRAINED)
 
 
 # fmt: off
-@cache_launches("count")
+@cache_launches("count", "first_read")
 def _connect_kernel(
-    streams, output, before, projection, static, scale, connected, inputs, weights, logits, rstd, count, width,
-    stride, stream_stride, eps, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr,
+    streams, output, before, projection, read, write, mix, scale, connected, inputs, weights, logits, rstd, count,
+    width, stride, stream_stride, eps, first_read, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr, CONSTRAINED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
@@ -280,13 +330,9 @@ def _connect_kernel(
         tiles = _load_in_turn(streams + token[:, None] * stride + channel[None, :], within, stream_stride, STREAMS)
         if output is not None:
             added = load_float32(output + token[:, None] * width + channel[None, :], within)
-            old, tiles = tiles, ()
+            tiles = _mix_streams(tiles, added, mixing, streams.dtype.element_ty, STREAMS)
             for stream in tl.static_range(STREAMS):
-                mixed = _combine(old, mixing, (2 + stream) * STREAMS, 1, STREAMS)
-                mixed += mixing[STREAMS + stream][:, None] * added
-                mixed = mixed.to(streams.dtype.element_ty)
-                tl.store(source + channel[None, :] + stream * width, mixed, mask=within)
-                tiles = _append(tiles, mixed.to(tl.float32))
+                tl.store(source + channel[None, :] + stream * width, tiles[stream], mask=within)
             if CONSTRAINED:
                 tl.debug_barrier()  # Loaded again, because in the product's layout all warps would mix all streams.
                 tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
@@ -310,19 +356,19 @@ def _connect_kernel(
     if projection is not None:
         row, index = column // STREAMS, token[:, None] * SIZE + column[None, :]
         known = mask_tile(inside, column < SIZE)
-        total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
+        sum_of_squares = tl.zeros((TOKENS, OUTPUTS), tl.float32)
         for stream in tl.static_range(STREAMS):
             used = _uses_stream(column, stream, STREAMS, CONSTRAINED)[None, :]
-            total += tl.where(used, tl.sum(squares[stream], 1)[:, None], 0.0)
+            sum_of_squares += tl.where(used, tl.sum(squares[stream], 1)[:, None], 0.0)
             for number in tl.static_range(0 if CONSTRAINED else STREAMS + 2):
                 product = tl.sum(partial[stream * (STREAMS + 2) + number], 1)
                 products += tl.where(column[None, :] == number * STREAMS + stream, product[:, None], 0.0)
-        inverse = tl.rsqrt(total / (width * (STREAMS if CONSTRAINED else 1)) + eps)
+        inverse = tl.rsqrt(sum_of_squares / (width * (STREAMS if CONSTRAINED else 1)) + eps)
         products *= inverse
         tl.store(rstd + index, inverse, mask=known)
         tl.store(logits + index, products, mask=known)
-        start = load_or_zero(static + column, column < SIZE)[None, :]
-        factor = load_or_zero(scale + row, column < SIZE)[None, :]
+        start = _load_static(read, write, mix, column, first_read, STREAMS, CONSTRAINED)[None, :]
+        factor = _load_scale(scale, column, STREAMS, CONSTRAINED)[None, :]
         if CONSTRAINED:
             values = tl.sigmoid(start + factor * products) * (row + 1)[None, :]
         else:
@@ -334,55 +380,59 @@ def _connect_kernel(
             channel = first + tl.arange(0, BLOCK)
             within = mask_tile(inside, channel < width)
             tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
-            read = _combine(tiles, reading, 0, 1, STREAMS)
-            tl.store(inputs + token[:, None] * width + channel[None, :], read, mask=within)
+            total = _combine(tiles, reading, 0, 1, STREAMS)
+            tl.store(inputs + token[:, None] * width + channel[None, :], total, mask=within)
 
 
 # fmt: off
 @cache_launches("count")
 def _connect_backward_kernel(
-    streams, grad_connected, grad_inputs, grad_weights, output, before, projection, scale, connected, weights,
-    logits, rstd, grad_streams, grad_output, grad_before, grad_products, sums, count, width, stride, stream_stride,
+    streams, grad_connected, grad_inputs, grad_weights, output, before, projection, scale, weights, logits, rstd,
+    grad_streams, grad_output, grad_before, grad_products, sums, count, width, stride, stream_stride,
     STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     CONSTRAINED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     SIZE: tl.constexpr = STREAMS * (STREAMS + 2)
-    ROWS: tl.constexpr = SIZE if CONSTRAINED else STREAMS + 2
+    PADDED: tl.constexpr = ((SIZE if CONSTRAINED else STREAMS + 2) + 7) // 8 * 8
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside, zeros = token < count, tl.zeros((TOKENS, BLOCK // 8), tl.float32)
-    source, step = streams + token[:, None] * stride, stream_stride
+    inside = token < count
+    dtype: tl.constexpr = streams.dtype.element_ty
+    zeros = tl.zeros((TOKENS, BLOCK // 8), tl.float32)
     if output is not None:
         mixing = _load_in_turn(before + token * SIZE, inside, 1, SIZE)
-        source, step = connected + token[:, None] * (STREAMS * width), width
     if projection is not None:
         along = _repeat(zeros, STREAMS)
         for first in range(0, width, BLOCK):
             channel = first + tl.arange(0, BLOCK)
             within = mask_tile(inside, channel < width)
-            tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
-            to_read = load_float32(grad_inputs + token[:, None] * width + channel[None, :], within)
-            along = _add_products(along, 0, tiles, to_read, STREAMS)
+            tiles = _load_in_turn(streams + token[:, None] * stride + channel[None, :], within, stream_stride, STREAMS)
+            index = token[:, None] * width + channel[None, :]
+            if output is not None:
+                tiles = _mix_streams(tiles, load_float32(output + index, within), mixing, dtype, STREAMS)
+            along = _add_products(along, 0, tiles, load_float32(grad_inputs + index, within), STREAMS)
         column = tl.arange(0, OUTPUTS)
-        row, by_weight = column // STREAMS, token[:, None] * SIZE + column[None, :]
+        row, by_weight = (column // STREAMS)[None, :], token[:, None] * SIZE + column[None, :]
         known = mask_tile(inside, column < SIZE)
         to_weights = load_or_zero(grad_weights + by_weight, known)
         for stream in tl.static_range(STREAMS):
             to_weights += tl.where(column[None, :] == stream, tl.sum(along[stream], 1)[:, None], 0.0)
         products, inverse = load_or_zero(logits + by_weight, known), load_or_zero(rstd + by_weight, known)
-        factor = load_or_zero(scale + row, column < SIZE)[None, :]
+        factor = _load_scale(scale, column, STREAMS, CONSTRAINED)[None, :]
         if CONSTRAINED:
-            values, largest = load_or_zero(weights + by_weight, known), (row + 1)[None, :]
-            to_weights *= tl.where(row[None, :] < 2, values * (1.0 - values / largest), 1.0)
-            to_scale, slope = to_weights * products, factor
+            values = load_or_zero(weights + by_weight, known)
+            to_weights *= tl.where(row < 2, values * (1.0 - values / (row + 1)), 1.0)
+            to_scale, slope, by_product = to_weights * products, factor, token[:, None] * PADDED + column[None, :]
         else:
             dynamic = 2.0 * tl.sigmoid(2.0 * products) - 1.0
             to_scale, slope = to_weights * dynamic, factor * (1.0 - dynamic * dynamic)
+            by_product = (token[:, None] * STREAMS + column[None, :] % STREAMS) * PADDED + row
         own_sums = sums + tl.program_id(0) * (2 * SIZE) + column
         tl.store(own_sums, tl.sum(to_weights, 0), mask=column < SIZE)
         tl.store(own_sums + SIZE, tl.sum(to_scale, 0), mask=column < SIZE)
         to_products = to_weights * slope * inverse
-        tl.store(grad_products + by_weight, to_products, mask=known)
+        rounded = to_products.to(dtype)
+        tl.store(grad_products + by_product, rounded, mask=known)
         tl.debug_barrier()
         to_products *= products * inverse / (width * (STREAMS if CONSTRAINED else 1))
         shrinking = ()
@@ -391,39 +441,52 @@ def _connect_backward_kernel(
             shrinking = _append(shrinking, tl.sum(tl.where(used, to_products, 0.0), 1))
         reading = _load_in_turn(weights + token * SIZE, inside, 1, STREAMS)
     dots = _repeat(zeros, STREAMS * (STREAMS + 1))
-    for first in range(0, width, BLOCK):
+    for first in tl.range(0, width, BLOCK, num_stages=1):  # loads follow stores
         channel = first + tl.arange(0, BLOCK)
         within = mask_tile(inside, channel < width)
         index = token[:, None] * width + channel[None, :]
-        if projection is not None:
-            to_read = load_float32(grad_inputs + index, within)
         by_stream = index + token[:, None] * ((STREAMS - 1) * width)
-        grads, totals = (), ()
-        for stream in tl.static_range(STREAMS):
-            grad = load_float32(grad_connected + by_stream + stream * width, within)
-            if projection is not None:
-                tile = load_float32(source + channel[None, :] + stream * step, within)
-                grad += reading[stream][:, None] * to_read - shrinking[stream][:, None] * tile
-                # No tl.dot, because its layout would spread to everything here, and divide rows among warps.
-                for number in tl.range(0, ROWS, loop_unroll_factor=2):
-                    product = number if CONSTRAINED else number * STREAMS + stream
-                    used_row = number * STREAMS + stream if CONSTRAINED else number
-                    factors = tl.broadcast_to(projection + used_row * width + channel[None, :], (TOKENS, BLOCK))
-                    to_product = load_or_zero(grad_products + token * SIZE + product, inside)
-                    grad += to_product[:, None] * load_float32(factors, within)
-            grads = _append(grads, grad)
+        grads = _load_in_turn(grad_connected + by_stream, within, width, STREAMS)
+        tiles = _load_in_turn(streams + token[:, None] * stride + channel[None, :], within, stream_stride, STREAMS)
+        if output is not None:
+            added = load_float32(output + index, within)
+        if projection is not None:
+            if CONSTRAINED:
+                for stream in tl.static_range(STREAMS):
+                    rows = projection + (column * STREAMS + stream)[:, None] * width + channel[None, :]
+                    factors = load_or_zero(rows, mask_tile(column < SIZE, channel < width))
+                    product = tl.dot(rounded, factors, input_precision=PRECISION)
+                    tl.store(grad_streams + by_stream + stream * width, product, mask=within)
+                tl.debug_barrier()  # Loaded again, because the product's layout would divide rows among warps.
+                projected = _load_in_turn(grad_streams + by_stream, within, width, STREAMS)
+                tl.debug_barrier()
+            else:
+                projected = _repeat(tl.zeros((TOKENS, BLOCK), tl.float32), STREAMS)
+                by_stream_and_output = grad_products + token * (STREAMS * PADDED)
+                for number in tl.static_range(STREAMS + 2):
+                    rows = tl.broadcast_to(projection + number * width + channel[None, :], (TOKENS, BLOCK))
+                    weight = _load_in_turn(by_stream_and_output + number, inside, PADDED, STREAMS)
+                    projected = _add_scaled(projected, weight, load_float32(rows, within), STREAMS)
+            connected = tiles
+            if output is not None:
+                connected = _mix_streams(tiles, added, mixing, dtype, STREAMS)
+            grads = _add_scaled(grads, reading, load_float32(grad_inputs + index, within), STREAMS)
+            totals = ()
+            for stream in tl.static_range(STREAMS):
+                total = grads[stream] + projected[stream] - shrinking[stream][:, None] * connected[stream]
+                totals = _append(totals, total)
+            grads = totals
         if output is None:
             for stream in tl.static_range(STREAMS):
                 tl.store(grad_streams + by_stream + stream * width, grads[stream], mask=within)
         else:
-            added = load_float32(output + index, within)
-            old = streams + token[:, None] * stride + channel[None, :]
-            factors = (added,) + _load_in_turn(old, within, stream_stride, STREAMS)
+            all_dots = ()
             for stream in tl.static_range(STREAMS):
                 grad = _combine(grads, mixing, 2 * STREAMS + stream, STREAMS, STREAMS)
                 tl.store(grad_streams + by_stream + stream * width, grad, mask=within)
-                totals = totals + _add_products(dots, stream * (STREAMS + 1), factors, grads[stream], STREAMS + 1)
-            dots = totals
+                factors = (added,) + tiles
+                all_dots += _add_products(dots, stream * (STREAMS + 1), factors, grads[stream], STREAMS + 1)
+            dots = all_dots
             tl.store(grad_output + index, _combine(grads, mixing, STREAMS, 1, STREAMS), mask=within)
     if output is not None:
         for number in tl.static_range(STREAMS * (STREAMS + 1)):
@@ -442,7 +505,7 @@ def _log_softmax(logs, between, DIMENSION: tl.constexpr):
 # fmt: off
 @cache_launches("count")
 def _normalize_kernel(
-    weights, static, scale, logits, count, STREAMS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    weights, mix, scale, logits, count, STREAMS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
     ROUNDS: tl.constexpr, BACKWARD: tl.constexpr,
 ):
     # fmt: on
@@ -451,8 +514,10 @@ def _normalize_kernel(
     between = (to_stream < STREAMS) & (from_stream < STREAMS)
     known, column = between & (token < count), (2 + to_stream) * STREAMS + from_stream
     index = token * ((STREAMS + 2) * STREAMS) + column
-    start, factor = load_or_zero(static + column, between), load_or_zero(scale + 2 + to_stream, to_stream < STREAMS)
-    logs = tl.where(between, start + factor * load_or_zero(logits + index, known), -1e30)
+    static = load_float32(mix + to_stream * STREAMS + from_stream, between)
+    static += tl.where(to_stream == from_stream, 8.0, 0.0)
+    products = load_or_zero(logits + index, known)
+    logs = tl.where(between, static + tl.load(scale + 2).to(tl.float32) * products, -1e30)
     rounds = ()
     for _ in tl.static_range(ROUNDS):
         columns = _log_softmax(logs, between, 1)

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -138,7 +139,9 @@ def show_kernels(run: Call, count: int, before: Mapping[str, float] = MappingPro
         for _ in range(5):
             run()
         torch.cuda.synchronize()
-    times = {event.key[:60]: event.self_device_time_total / 5000 for event in running.key_averages()}
+    times: Counter[str] = Counter()
+    for event in running.key_averages():
+        times[event.key[:60]] += event.self_device_time_total / 5000
     for name in sorted(times, key=lambda name: before.get(name, 0.0) - times[name])[:count]:
         print(f"    {name:60} {times[name]:.3f} ms", flush=True)
     return times
