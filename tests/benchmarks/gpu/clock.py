@@ -144,7 +144,7 @@ def show_kernels(run: Call, count: int, before: Mapping[str, float] = MappingPro
         times[event.key[:60]] += event.self_device_time_total / 5000
     for name in sorted(times, key=lambda name: before.get(name, 0.0) - times[name])[:count]:
         print(f"    {name:60} {times[name]:.3f} ms", flush=True)
-    return times
+    return dict(times)
 
 
 def _device() -> torch.device:

@@ -87,6 +87,6 @@ def test_streams_may_share_memory(constrained: bool) -> None:
     results = []
     for streams in (leaf.expand(-1, 4, -1), leaf.expand(-1, 4, -1).contiguous()):
         connected = connect(connect_streams_triton, [streams, *inputs[1:]], False, True, constrained)
-        total = sum(x.square().sum() for x in connected)
+        total = torch.stack([x.square().sum() for x in connected]).sum()
         results.append([*connected, *torch.autograd.grad(total, [leaf, *inputs[3:]])])
     assert_all_close(results[0], [x.double() for x in results[1]], 8)
