@@ -2,8 +2,9 @@
 Hyper-connections in Triton: a program mixes, writes and reads the streams of several tokens, some channels at a time.
 
 The first pass over channels stores streams and multiplies them by the projection, and the second reads the next
-branch's input. Backward, the first pass has the gradients of the weights to read, and the second all others. Parameters
-have sums of programs' sums as gradients, in a fixed order.
+branch's input. Backward, the first pass has the gradients of the weights to read, and the second all others. A second
+pass begins with the last channels, which are still in the cache. Parameters' gradients are sums of programs' sums, in a
+fixed order.
 """
 
 from collections.abc import Sequence
@@ -155,11 +156,11 @@ _differentiable_connect = make_differentiable(_connect_and_save, _compute_gradie
 
 def count_program_tokens(constrained: bool) -> int:
     """
-    Return a program's tokens: few, so that all programs' streams fit the GPU's cache until they are loaded again.
+    Return a program's tokens: few, so that the GPU's cache still has all programs' streams in the second pass.
 
     A constrained connection's projection is as large as the streams of 24 tokens, so more tokens share its loads.
     """
-    return 16 if constrained else 4
+    return 16 if constrained else 2
 
 
 def _launch(kernel: Any, streams: Tensor, tensors: Sequence[Tensor | None], constrained: bool, *numbers: float) -> None:
@@ -377,7 +378,7 @@ def _connect_kernel(
         tl.debug_barrier()  # Other threads have stored streams and weights.
         reading = _load_in_turn(weights + token * SIZE, inside, 1, STREAMS)
         for first in range(0, width, BLOCK):
-            channel = first + tl.arange(0, BLOCK)
+            channel = (width - 1) // BLOCK * BLOCK - first + tl.arange(0, BLOCK)
             within = mask_tile(inside, channel < width)
             tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
             total = _combine(tiles, reading, 0, 1, STREAMS)
@@ -442,7 +443,7 @@ def _connect_backward_kernel(
         reading = _load_in_turn(weights + token * SIZE, inside, 1, STREAMS)
     dots = _repeat(zeros, STREAMS * (STREAMS + 1))
     for first in tl.range(0, width, BLOCK, num_stages=1):  # loads follow stores
-        channel = first + tl.arange(0, BLOCK)
+        channel = (width - 1) // BLOCK * BLOCK - first + tl.arange(0, BLOCK)
         within = mask_tile(inside, channel < width)
         index = token[:, None] * width + channel[None, :]
         by_stream = index + token[:, None] * ((STREAMS - 1) * width)
