@@ -133,7 +133,7 @@ def matmul_rate(size: int) -> float:
 
 
 def show_kernels(run: Call, count: int, before: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-    """Print the slowest kernels' times, or with times from `before` the ones that grew most; return all in ms."""
+    """Print the slowest kernels' times, or with times from `before` the most grown ones; return all in ms."""
     run()
     with profile(activities=[ProfilerActivity.CUDA]) as running:
         for _ in range(5):

@@ -81,7 +81,7 @@ def test_tokens_do_not_depend_on_later_ones(constrained: bool) -> None:
 
 @pytest.mark.parametrize("constrained", [False, True])
 def test_streams_may_share_memory(constrained: bool) -> None:
-    """Streams that begin as one tensor, expanded, have the results and the gradients of copies."""
+    """Streams in the same memory, as at the first layer, have the results and the gradients of copies."""
     inputs = draw(7, 4, 24, torch.float32, constrained)
     leaf = inputs[0].detach()[:, :1].requires_grad_()
     results = []
