@@ -27,9 +27,10 @@ class Operation:
     on_gpu: tuple[str, ...] = ("triton", "eager")
 
 
-def _create_operation(doc: str, folder: str, function: str) -> Operation:
-    """Return an operation with an implementation in plain torch and one in Triton."""
-    return Operation(doc, {name: f"{folder}.{name}.{function}_{name}" for name in ("eager", "triton")})
+def _create_operation(doc: str, folder: str, function: str, **others: str) -> Operation:
+    """Return an operation with implementations in plain torch, in Triton, and others, `module.function` in `folder`."""
+    names = {name: f"{name}.{function}_{name}" for name in ("eager", "triton")} | others
+    return Operation(doc, {name: f"{folder}.{path}" for name, path in names.items()})
 
 
 OPERATIONS = {
@@ -61,25 +62,15 @@ OPERATIONS = {
     "gated_delta_rule": _create_operation("the gated delta rule in recurrent layers", "gated_delta", "delta_rule"),
     "state_space": _create_operation("Mamba-2's recurrence", "state_space", "state_space"),
     "connect_streams": _create_operation("hyper-connections", "hyper_connections", "connect_streams"),
-    "linear_cross_entropy": Operation(
-        "the loss over the vocabulary",
-        {
-            "eager": "cross_entropy.eager.linear_cross_entropy_eager",
-            "triton": "cross_entropy.triton.linear_cross_entropy_triton",
-            "cut": "cross_entropy.triton.cut_cross_entropy_triton",
-        },
+    "linear_cross_entropy": _create_operation(
+        "the loss over the vocabulary", "cross_entropy", "linear_cross_entropy", cut="triton.cut_cross_entropy_triton"
     ),
     "moe_routes": _create_operation("the routes from tokens to experts", "moe", "moe_routes"),
     "moe_permute": _create_operation("copies of tokens for their experts", "moe", "moe_permute"),
     "moe_unpermute": _create_operation("sums of expert rows by token", "moe", "moe_unpermute"),
     "moe_peers": _create_operation("copies and sums of tokens in the memory of other ranks", "moe", "moe_peers"),
-    "grouped_gemm": Operation(
-        "the matrix products of experts",
-        {
-            "eager": "grouped_gemm.eager.grouped_gemm_eager",
-            "torch": "grouped_gemm.eager.grouped_gemm_torch",
-            "triton": "grouped_gemm.triton.grouped_gemm_triton",
-        },
+    "grouped_gemm": _create_operation(
+        "the matrix products of experts", "grouped_gemm", "grouped_gemm", torch="eager.grouped_gemm_torch"
     ),
     "add_expert_bias": _create_operation("the addition of experts' biases", "grouped_gemm", "add_expert_bias"),
 }

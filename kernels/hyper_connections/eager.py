@@ -15,20 +15,15 @@ ROUNDS = 20
 """Row and column normalizations, as in mHC."""
 
 
-class Connection(NamedTuple):
-    """
-    Parameters of a branch's connection to n streams.
+Connection = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float, int, bool]
+"""
+A branch's connection to n streams: projection, weights to read (n,), write (n,) and mix (n, n), scales, eps, `first`,
+and `constrained`.
 
-    Normed streams are multiplied by `projection`: each one by (n + 2, width), or if `constrained` all together by
-    (n * (n + 2), n * width). Rows are for weights to read, to write, and to mix into stream 0, 1, ...; `static` (n + 2,
-    n) and `scale` (n + 2,) are at least float32.
-    """
-
-    projection: Tensor
-    static: Tensor
-    scale: Tensor
-    eps: float
-    constrained: bool
+Weights are differences from initial ones, which read stream `first`. Normed streams are multiplied by the projection:
+each one by (n + 2, width), or if constrained all together by (n * (n + 2), n * width). Rows are for weights to read, to
+write, and to mix into stream 0, 1, ...; their scales are (2,) for reads and mixes, and for writes, or (3,).
+"""
 
 
 class ConnectedStreams(NamedTuple):
@@ -50,28 +45,35 @@ def connect_streams_eager(
     Write a branch's output (..., width) to streams (..., n, width), and read the next branch's input.
 
     `before` are the branch's weights (..., n + 2, n), at least float32; `connection` is the next branch's, None at a
-    layer's end.
+    layer's end. Elsewhere streams, rounded to the inputs' dtype, have at least float32, since gradients are summed so.
     """
+    dtype, wide = streams.dtype, upcast(streams)
     if output is not None and before is not None:
-        mixed = before[..., 2:, :] @ upcast(streams)
-        streams = (mixed + before[..., 1, :, None] * output.unsqueeze(-2)).to(streams.dtype)
+        dtype = output.dtype
+        wide = upcast((before[..., 2:, :] @ wide + before[..., 1, :, None] * output.unsqueeze(-2)).to(dtype))
     if connection is None:
-        return ConnectedStreams(streams, streams.new_empty(0), streams.new_empty(0))
-    wide = upcast(streams)
+        return ConnectedStreams(wide.to(dtype), wide.new_empty(0), wide.new_empty(0))
     weights = _compute_weights(wide, connection)
-    return ConnectedStreams(streams, (weights[..., :1, :] @ wide).squeeze(-2).to(streams.dtype), weights)
+    return ConnectedStreams(wide, (weights[..., :1, :] @ wide).squeeze(-2).to(dtype), weights)
 
 
 def _compute_weights(streams: Tensor, connection: Connection) -> Tensor:
-    projection, static, scale, eps, constrained = connection
+    projection, *parameters, eps, first, constrained = connection
+    read, write, mix, scale = (parameter.to(streams.dtype) for parameter in parameters)
+    count, eye = len(read), torch.eye(len(read), dtype=streams.dtype, device=streams.device)
+    if constrained:
+        static = torch.stack([torch.logit(0.8 * eye[first] + 0.2 / count) + read, write, *(8.0 * eye + mix)])
+    else:
+        static = torch.stack([eye[first] + read, 1.0 + write, *(eye + mix).T])
+    scales = torch.cat([scale[:2], scale[2 * constrained].expand(count)])[:, None]
     rows = streams.flatten(-2) if constrained else streams
     factors = (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
     products = (rows @ projection.to(rows.dtype).T) * factors
     if not constrained:
-        return static + scale[:, None] * products.mT.tanh()
-    logits = static + scale[:, None] * products.unflatten(-1, static.shape)
-    mix = logits[..., 2:, :]
+        return static + scales * products.mT.tanh()
+    logits = static + scales * torch.unflatten(products, -1, static.shape)
+    mixes = logits[..., 2:, :]
     for _ in range(ROUNDS):
-        mix = mix.log_softmax(-2).log_softmax(-1)
-    read, write = logits[..., :2, :].sigmoid().unbind(-2)
-    return torch.cat([torch.stack([read, 2.0 * write], -2), mix.exp()], -2)
+        mixes = mixes.log_softmax(-2).log_softmax(-1)
+    reads, writes = logits[..., :2, :].sigmoid().unbind(-2)
+    return torch.cat([torch.stack([reads, 2.0 * writes], -2), mixes.exp()], -2)

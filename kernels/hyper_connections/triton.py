@@ -2,15 +2,15 @@
 Hyper-connections in Triton: a program mixes, writes and reads the streams of several tokens, some channels at a time.
 
 The first pass over channels stores streams and multiplies them by the projection, and the second reads the next
-branch's input. Backward, the first pass has the gradients of the weights to read, and the second all others. Parameters
-have sums of programs' sums as gradients, in a fixed order.
+branch's input. Backward, the first pass has the gradients of the weights to read, and the second all others. A second
+pass begins with the last channels, which are still in the cache. Parameters' gradients are sums of programs' sums, in a
+fixed order.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,12 +47,12 @@ def connect_streams_triton(
 ) -> ConnectedStreams:
     """Compute connect_streams_eager for float32, bfloat16 and float16."""
     check_floats("connect_streams_triton", streams)
-    parameters = (None, None, None, 0.0, False) if connection is None else connection
+    parameters = (None,) * 5 + (0.0, 0, False) if connection is None else connection
     return ConnectedStreams(*_differentiable_connect(streams, output, before, *parameters))
 
 
 def _connect_and_save(streams: Tensor, output: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return streams, inputs and weights, and what the backward pass needs."""
+    """Return streams, inputs and weights, and tensors for the backward pass."""
     results = _connect(streams, output, *arguments)
     connected = as_new_alias(streams) if output is None else results[0]
     return connected, *results[1:3], connected, *results[2:]
@@ -60,17 +60,20 @@ def _connect_and_save(streams: Tensor, output: Tensor | None, *arguments: Any) -
 
 def _compute_gradients(*values: Any) -> tuple[Tensor, ...]:
     """Return gradients of the streams, the output and its weights, and the parameters."""
-    *arguments, constrained, connected, weights, logits, rstd = values
-    projection = arguments[6]
-    *input_grads, products, sums = _connect_backward(*arguments[:9], connected, weights, logits, rstd, constrained)
+    *arguments, read, _write, mix, scale, _eps, _first, constrained, connected, weights, logits, rstd = values
+    saved = mix, scale, weights, logits, rstd, constrained
+    *input_grads, products, sums = _connect_backward(*arguments, *saved)  # type: ignore[call-arg]
+    projection = arguments[-1]
     if projection is None:
         return tuple(input_grads)
-    outputs = products.flatten(-2) if constrained else products.mT
-    rows = outputs.flatten(0, -2).to(connected.dtype)
-    # Tensor cores need rows of 16 bytes.
-    padded = F.pad(rows, (0, -rows.shape[1] % 8)).T @ connected.reshape(len(rows), -1)
-    to_static, to_scale = sums.sum(0)
-    return *input_grads, padded[: len(projection)], to_static, to_scale.sum(1)
+    to_projection = products.T @ connected.reshape(len(products), -1)
+    to_static, to_scales = sums.sum(0)
+    to_read, to_write, to_mix = to_static.to(read.dtype).split([1, 1, len(mix)])
+    by_row = to_scales.sum(1)
+    mixes = by_row[2:].sum(0, keepdim=True)
+    to_scale = torch.cat([by_row[:2], mixes] if constrained else [by_row[:1] + mixes, by_row[1:2]]).to(scale.dtype)
+    parameter_grads = to_read[0], to_write[0], to_mix if constrained else to_mix.T, to_scale
+    return *input_grads, to_projection[: len(projection)], *parameter_grads
 
 
 def _allocate(streams: Tensor, output: Tensor | None, projection: Tensor | None) -> FiveTensors:
@@ -90,29 +93,36 @@ def _connect(
     output: Tensor | None,
     before: Tensor | None,
     projection: Tensor | None,
-    static: Tensor | None,
+    read: Tensor | None,
+    write: Tensor | None,
+    mix: Tensor | None,
     scale: Tensor | None,
     eps: float,
+    first: int,
     constrained: bool,
 ) -> None:
-    tensors = output, before, projection, static, scale, *results
-    _launch(_connect_kernel, streams, tensors, constrained, eps)
+    tensors = output, before, projection, read, write, mix, scale, *results
+    _launch(_connect_kernel, streams, tensors, constrained, eps, first)
     if constrained:
-        _normalize(results[2], static, scale, results[3], backward=False)
+        _normalize(results[2], mix, scale, results[3], backward=False)
 
 
 def _allocate_gradients(
     streams: Tensor, output: Tensor | None, before: Tensor | None, weights: Tensor, constrained: bool
 ) -> FiveTensors:
-    """Return gradients of streams, output, its weights and products by token, and programs' sums, all empty."""
-    tokens = streams[..., 0, 0].numel()
-    programs = cdiv(tokens, count_program_tokens(constrained))
+    """
+    Return gradients of streams, output, its weights and products, and programs' sums, all empty.
+
+    Products are padded by output, since tensor cores need rows of 16 bytes.
+    """
+    count, tokens = streams.shape[-2], streams[..., 0, 0].numel()
+    rows, outputs = (tokens, count * (count + 2)) if constrained else (tokens * count, count + 2)
     return (
         streams.new_empty(streams.shape),
         streams.new_empty(0 if output is None else output.shape),
         weights.new_zeros(0 if before is None else before.shape),
-        weights.new_empty(weights.shape),
-        weights.new_empty(programs, 2, *weights.shape[-2:]),
+        streams.new_empty(rows, cdiv(outputs, 8) * 8),
+        weights.new_empty(cdiv(tokens, count_program_tokens(constrained)), 2, *weights.shape[-2:]),
     )
 
 
@@ -126,9 +136,8 @@ def _connect_backward(
     output: Tensor | None,
     before: Tensor | None,
     projection: Tensor | None,
-    static: Tensor | None,
+    mix: Tensor | None,
     scale: Tensor | None,
-    connected: Tensor,
     weights: Tensor,
     logits: Tensor,
     rstd: Tensor,
@@ -136,9 +145,9 @@ def _connect_backward(
 ) -> None:
     if constrained:
         grad_weights = grad_weights.clone(memory_format=torch.contiguous_format)
-        _normalize(grad_weights, static, scale, logits, backward=True)
+        _normalize(grad_weights, mix, scale, logits, backward=True)
     grads = grad_connected, grad_inputs, grad_weights
-    tensors = *grads, output, before, projection, scale, connected, weights, logits, rstd, *results
+    tensors = *grads, output, before, projection, scale, weights, logits, rstd, *results
     _launch(_connect_backward_kernel, streams, tensors, constrained)
 
 
@@ -147,11 +156,11 @@ _differentiable_connect = make_differentiable(_connect_and_save, _compute_gradie
 
 def count_program_tokens(constrained: bool) -> int:
     """
-    Return a program's tokens: few, so that all programs' streams fit the GPU's cache until they are loaded again.
+    Return a program's tokens: few, so that the GPU's cache still has all programs' streams in the second pass.
 
     A constrained connection's projection is as large as the streams of 24 tokens, so more tokens share its loads.
     """
-    return 16 if constrained else 4
+    return 16 if constrained else 2
 
 
 def _launch(kernel: Any, streams: Tensor, tensors: Sequence[Tensor | None], constrained: bool, *numbers: float) -> None:
@@ -179,7 +188,7 @@ def _launch(kernel: Any, streams: Tensor, tensors: Sequence[Tensor | None], cons
     )
 
 
-def _normalize(weights: Tensor, static: Tensor | None, scale: Tensor | None, logits: Tensor, backward: bool) -> None:
+def _normalize(weights: Tensor, mix: Tensor | None, scale: Tensor | None, logits: Tensor, backward: bool) -> None:
     """Replace weights to mix in (..., n + 2, n) by normalized ones, or their gradients by the logits' gradients."""
     count = weights.shape[-1]
     tokens, size = weights[..., 0, 0].numel(), next_power_of_2(count)
@@ -187,7 +196,7 @@ def _normalize(weights: Tensor, static: Tensor | None, scale: Tensor | None, log
     if tokens:
         _normalize_kernel[(programs,)](
             weights,
-            static,
+            mix,
             scale,
             logits,
             tokens,
@@ -202,11 +211,17 @@ def _normalize(weights: Tensor, static: Tensor | None, scale: Tensor | None, log
 
 
 @triton.jit
+def _append(values, value):
+    """Return a tuple with one more value."""
+    return values + (value,)
+
+
+@triton.jit
 def _load_in_turn(first, inside, step, NUMBER: tl.constexpr):
     """Load numbers or tiles `step` apart."""
     loaded = ()
     for number in tl.static_range(NUMBER):
-        loaded = loaded + (load_float32(first + number * step, inside),)
+        loaded = _append(loaded, load_float32(first + number * step, inside))
     return loaded
 
 
@@ -215,7 +230,7 @@ def _repeat(value, NUMBER: tl.constexpr):
     """Return a tuple of equal elements."""
     values = ()
     for _ in tl.static_range(NUMBER):
-        values = values + (value,)
+        values = _append(values, value)
     return values
 
 
@@ -230,7 +245,16 @@ def _add_products(sums, first: tl.constexpr, tiles, tile, NUMBER: tl.constexpr):
     """Return sums from `first` on plus tiles' products with one tile, summed by thread."""
     added = ()
     for number in tl.static_range(NUMBER):
-        added = added + (sums[first + number] + _sum_by_thread(tiles[number] * tile),)
+        added = _append(added, sums[first + number] + _sum_by_thread(tiles[number] * tile))
+    return added
+
+
+@triton.jit
+def _add_scaled(tiles, weights, tile, STREAMS: tl.constexpr):
+    """Add to each stream's tile another one, multiplied by the stream's weights (tokens,)."""
+    added = ()
+    for stream in tl.static_range(STREAMS):
+        added = _append(added, tiles[stream] + weights[stream][:, None] * tile)
     return added
 
 
@@ -244,16 +268,50 @@ def _combine(tiles, weights, first: tl.constexpr, step: tl.constexpr, STREAMS: t
 
 
 @triton.jit
+def _mix_streams(tiles, added, weights, dtype: tl.constexpr, STREAMS: tl.constexpr):
+    """Return streams' tiles after a branch, rounded as in memory."""
+    mixed = ()
+    for stream in tl.static_range(STREAMS):
+        total = _combine(tiles, weights, (2 + stream) * STREAMS, 1, STREAMS)
+        total += weights[STREAMS + stream][:, None] * added
+        mixed = _append(mixed, total.to(dtype).to(tl.float32))
+    return mixed
+
+
+@triton.jit
+def _load_static(read, write, mix, column, first, STREAMS: tl.constexpr, CONSTRAINED: tl.constexpr):
+    """Load static weights by column of (n + 2, n), and add the initial ones."""
+    row, stream = column // STREAMS, column % STREAMS
+    if CONSTRAINED:
+        part = tl.where(stream == first, 0.8, 0.0) + 0.2 / STREAMS
+        initial = tl.where(row == 0, tl.log(part / (1.0 - part)), tl.where(row == stream + 2, 8.0, 0.0))
+        mixes = mix + column - 2 * STREAMS
+    else:
+        initial = tl.where((row == 1) | (row == stream + 2) | ((row == 0) & (stream == first)), 1.0, 0.0)
+        mixes = mix + stream * STREAMS + row - 2
+    initial += load_float32(read + stream, row == 0) + load_float32(write + stream, row == 1)
+    return initial + load_float32(mixes, (row > 1) & (row < STREAMS + 2))
+
+
+@triton.jit
+def _load_scale(scale, column, STREAMS: tl.constexpr, CONSTRAINED: tl.constexpr):
+    """Load the dynamic weights' scales by column of (n + 2, n)."""
+    row = column // STREAMS
+    index = tl.minimum(row, 2) if CONSTRAINED else tl.where(row == 1, 1, 0)
+    return load_float32(scale + index, row < STREAMS + 2)
+
+
+@triton.jit
 def _uses_stream(column, stream, STREAMS: tl.constexpr, CONSTRAINED: tl.constexpr):
     """Return whether weights' logits are computed from a stream, by column of (n + 2, n)."""
     return (column < STREAMS * (STREAMS + 2)) & ((column % STREAMS == stream) | CONSTRAINED)
 
 
 # fmt: off
-@cache_launches("count")
+@cache_launches("count", "first_read")
 def _connect_kernel(
-    streams, output, before, projection, static, scale, connected, inputs, weights, logits, rstd, count, width,
-    stride, stream_stride, eps, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr,
+    streams, output, before, projection, read, write, mix, scale, connected, inputs, weights, logits, rstd, count,
+    width, stride, stream_stride, eps, first_read, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr, CONSTRAINED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
@@ -267,19 +325,15 @@ def _connect_kernel(
     products = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     zeros = tl.zeros((TOKENS, BLOCK // 8), tl.float32)
     squares, partial = _repeat(zeros, STREAMS), _repeat(zeros, SIZE)
-    for first in tl.range(0, width, BLOCK, num_stages=1):  # a later stage loads what an earlier one stores
+    for first in tl.range(0, width, BLOCK, num_stages=1):  # loads follow stores
         channel = first + tl.arange(0, BLOCK)
         within = mask_tile(inside, channel < width)
         tiles = _load_in_turn(streams + token[:, None] * stride + channel[None, :], within, stream_stride, STREAMS)
         if output is not None:
             added = load_float32(output + token[:, None] * width + channel[None, :], within)
-            old, tiles = tiles, ()
+            tiles = _mix_streams(tiles, added, mixing, streams.dtype.element_ty, STREAMS)
             for stream in tl.static_range(STREAMS):
-                mixed = _combine(old, mixing, (2 + stream) * STREAMS, 1, STREAMS)
-                mixed += mixing[STREAMS + stream][:, None] * added
-                mixed = mixed.to(streams.dtype.element_ty)
-                tl.store(source + channel[None, :] + stream * width, mixed, mask=within)
-                tiles = tiles + (mixed.to(tl.float32),)
+                tl.store(source + channel[None, :] + stream * width, tiles[stream], mask=within)
             if CONSTRAINED:
                 tl.debug_barrier()  # Loaded again, because in the product's layout all warps would mix all streams.
                 tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
@@ -290,7 +344,7 @@ def _connect_kernel(
             all_squares, totals = (), ()
             for stream in tl.static_range(STREAMS):
                 tile = tiles[stream]
-                all_squares = all_squares + (squares[stream] + _sum_by_thread(tile * tile),)
+                all_squares = _append(all_squares, squares[stream] + _sum_by_thread(tile * tile))
                 if CONSTRAINED:
                     used = mask_tile(channel < width, column < SIZE)
                     rows = projection + (column * STREAMS + stream)[None, :] * width + channel[:, None]
@@ -301,123 +355,140 @@ def _connect_kernel(
             squares = all_squares
             partial = partial if CONSTRAINED else totals
     if projection is not None:
-        row, place = column // STREAMS, token[:, None] * SIZE + column[None, :]
+        row, index = column // STREAMS, token[:, None] * SIZE + column[None, :]
         known = mask_tile(inside, column < SIZE)
-        total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
+        sum_of_squares = tl.zeros((TOKENS, OUTPUTS), tl.float32)
         for stream in tl.static_range(STREAMS):
             used = _uses_stream(column, stream, STREAMS, CONSTRAINED)[None, :]
-            total += tl.where(used, tl.sum(squares[stream], 1)[:, None], 0.0)
+            sum_of_squares += tl.where(used, tl.sum(squares[stream], 1)[:, None], 0.0)
             for number in tl.static_range(0 if CONSTRAINED else STREAMS + 2):
                 product = tl.sum(partial[stream * (STREAMS + 2) + number], 1)
                 products += tl.where(column[None, :] == number * STREAMS + stream, product[:, None], 0.0)
-        inverse = tl.rsqrt(total / (width * (STREAMS if CONSTRAINED else 1)) + eps)
+        inverse = tl.rsqrt(sum_of_squares / (width * (STREAMS if CONSTRAINED else 1)) + eps)
         products *= inverse
-        tl.store(rstd + place, inverse, mask=known)
-        tl.store(logits + place, products, mask=known)
-        start = load_or_zero(static + column, column < SIZE)[None, :]
-        factor = load_or_zero(scale + row, column < SIZE)[None, :]
+        tl.store(rstd + index, inverse, mask=known)
+        tl.store(logits + index, products, mask=known)
+        start = _load_static(read, write, mix, column, first_read, STREAMS, CONSTRAINED)[None, :]
+        factor = _load_scale(scale, column, STREAMS, CONSTRAINED)[None, :]
         if CONSTRAINED:
             values = tl.sigmoid(start + factor * products) * (row + 1)[None, :]
         else:
             values = start + factor * (2.0 * tl.sigmoid(2.0 * products) - 1.0)
-        tl.store(weights + place, values, mask=known)
+        tl.store(weights + index, values, mask=known)
         tl.debug_barrier()  # Other threads have stored streams and weights.
         reading = _load_in_turn(weights + token * SIZE, inside, 1, STREAMS)
         for first in range(0, width, BLOCK):
-            channel = first + tl.arange(0, BLOCK)
+            channel = (width - 1) // BLOCK * BLOCK - first + tl.arange(0, BLOCK)
             within = mask_tile(inside, channel < width)
             tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
-            read = _combine(tiles, reading, 0, 1, STREAMS)
-            tl.store(inputs + token[:, None] * width + channel[None, :], read, mask=within)
+            total = _combine(tiles, reading, 0, 1, STREAMS)
+            tl.store(inputs + token[:, None] * width + channel[None, :], total, mask=within)
 
 
 # fmt: off
 @cache_launches("count")
 def _connect_backward_kernel(
-    streams, grad_connected, grad_inputs, grad_weights, output, before, projection, scale, connected, weights,
-    logits, rstd, grad_streams, grad_output, grad_before, grad_products, sums, count, width, stride, stream_stride,
+    streams, grad_connected, grad_inputs, grad_weights, output, before, projection, scale, weights, logits, rstd,
+    grad_streams, grad_output, grad_before, grad_products, sums, count, width, stride, stream_stride,
     STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     CONSTRAINED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     SIZE: tl.constexpr = STREAMS * (STREAMS + 2)
-    ROWS: tl.constexpr = SIZE if CONSTRAINED else STREAMS + 2
+    PADDED: tl.constexpr = ((SIZE if CONSTRAINED else STREAMS + 2) + 7) // 8 * 8
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside, zeros = token < count, tl.zeros((TOKENS, BLOCK // 8), tl.float32)
-    source, step = streams + token[:, None] * stride, stream_stride
+    inside = token < count
+    dtype: tl.constexpr = streams.dtype.element_ty
+    zeros = tl.zeros((TOKENS, BLOCK // 8), tl.float32)
     if output is not None:
         mixing = _load_in_turn(before + token * SIZE, inside, 1, SIZE)
-        source, step = connected + token[:, None] * (STREAMS * width), width
     if projection is not None:
         along = _repeat(zeros, STREAMS)
         for first in range(0, width, BLOCK):
             channel = first + tl.arange(0, BLOCK)
             within = mask_tile(inside, channel < width)
-            tiles = _load_in_turn(source + channel[None, :], within, step, STREAMS)
-            to_read = load_float32(grad_inputs + token[:, None] * width + channel[None, :], within)
-            along = _add_products(along, 0, tiles, to_read, STREAMS)
+            tiles = _load_in_turn(streams + token[:, None] * stride + channel[None, :], within, stream_stride, STREAMS)
+            index = token[:, None] * width + channel[None, :]
+            if output is not None:
+                tiles = _mix_streams(tiles, load_float32(output + index, within), mixing, dtype, STREAMS)
+            along = _add_products(along, 0, tiles, load_float32(grad_inputs + index, within), STREAMS)
         column = tl.arange(0, OUTPUTS)
-        row, by_weight = column // STREAMS, token[:, None] * SIZE + column[None, :]
+        row, by_weight = (column // STREAMS)[None, :], token[:, None] * SIZE + column[None, :]
         known = mask_tile(inside, column < SIZE)
         to_weights = load_or_zero(grad_weights + by_weight, known)
         for stream in tl.static_range(STREAMS):
             to_weights += tl.where(column[None, :] == stream, tl.sum(along[stream], 1)[:, None], 0.0)
         products, inverse = load_or_zero(logits + by_weight, known), load_or_zero(rstd + by_weight, known)
-        factor = load_or_zero(scale + row, column < SIZE)[None, :]
+        factor = _load_scale(scale, column, STREAMS, CONSTRAINED)[None, :]
         if CONSTRAINED:
-            values, largest = load_or_zero(weights + by_weight, known), (row + 1)[None, :]
-            to_weights *= tl.where(row[None, :] < 2, values * (1.0 - values / largest), 1.0)
-            to_scale, slope = to_weights * products, factor
+            values = load_or_zero(weights + by_weight, known)
+            to_weights *= tl.where(row < 2, values * (1.0 - values / (row + 1)), 1.0)
+            to_scale, slope, by_product = to_weights * products, factor, token[:, None] * PADDED + column[None, :]
         else:
             dynamic = 2.0 * tl.sigmoid(2.0 * products) - 1.0
             to_scale, slope = to_weights * dynamic, factor * (1.0 - dynamic * dynamic)
+            by_product = (token[:, None] * STREAMS + column[None, :] % STREAMS) * PADDED + row
         own_sums = sums + tl.program_id(0) * (2 * SIZE) + column
         tl.store(own_sums, tl.sum(to_weights, 0), mask=column < SIZE)
         tl.store(own_sums + SIZE, tl.sum(to_scale, 0), mask=column < SIZE)
         to_products = to_weights * slope * inverse
-        tl.store(grad_products + by_weight, to_products, mask=known)
+        rounded = to_products.to(dtype)
+        tl.store(grad_products + by_product, rounded, mask=known)
         tl.debug_barrier()
         to_products *= products * inverse / (width * (STREAMS if CONSTRAINED else 1))
         shrinking = ()
         for stream in tl.static_range(STREAMS):
             used = _uses_stream(column, stream, STREAMS, CONSTRAINED)[None, :]
-            shrinking = shrinking + (tl.sum(tl.where(used, to_products, 0.0), 1),)
+            shrinking = _append(shrinking, tl.sum(tl.where(used, to_products, 0.0), 1))
         reading = _load_in_turn(weights + token * SIZE, inside, 1, STREAMS)
     dots = _repeat(zeros, STREAMS * (STREAMS + 1))
-    for first in range(0, width, BLOCK):
-        channel = first + tl.arange(0, BLOCK)
+    for first in tl.range(0, width, BLOCK, num_stages=1):  # loads follow stores
+        channel = (width - 1) // BLOCK * BLOCK - first + tl.arange(0, BLOCK)
         within = mask_tile(inside, channel < width)
-        place = token[:, None] * width + channel[None, :]
+        index = token[:, None] * width + channel[None, :]
+        by_stream = index + token[:, None] * ((STREAMS - 1) * width)
+        grads = _load_in_turn(grad_connected + by_stream, within, width, STREAMS)
+        tiles = _load_in_turn(streams + token[:, None] * stride + channel[None, :], within, stream_stride, STREAMS)
+        if output is not None:
+            added = load_float32(output + index, within)
         if projection is not None:
-            to_read = load_float32(grad_inputs + place, within)
-        by_stream = place + token[:, None] * ((STREAMS - 1) * width)
-        grads, totals = (), ()
-        for stream in tl.static_range(STREAMS):
-            grad = load_float32(grad_connected + by_stream + stream * width, within)
-            if projection is not None:
-                tile = load_float32(source + channel[None, :] + stream * step, within)
-                grad += reading[stream][:, None] * to_read - shrinking[stream][:, None] * tile
-                # No tl.dot, because its layout would spread to everything here, and divide rows among warps.
-                for number in tl.range(0, ROWS, loop_unroll_factor=2):
-                    product = number if CONSTRAINED else number * STREAMS + stream
-                    used_row = number * STREAMS + stream if CONSTRAINED else number
-                    factors = tl.broadcast_to(projection + used_row * width + channel[None, :], (TOKENS, BLOCK))
-                    to_product = load_or_zero(grad_products + token * SIZE + product, inside)
-                    grad += to_product[:, None] * load_float32(factors, within)
-            grads = grads + (grad,)
+            if CONSTRAINED:
+                for stream in tl.static_range(STREAMS):
+                    rows = projection + (column * STREAMS + stream)[:, None] * width + channel[None, :]
+                    factors = load_or_zero(rows, mask_tile(column < SIZE, channel < width))
+                    product = tl.dot(rounded, factors, input_precision=PRECISION)
+                    tl.store(grad_streams + by_stream + stream * width, product, mask=within)
+                tl.debug_barrier()  # Loaded again, because the product's layout would divide rows among warps.
+                projected = _load_in_turn(grad_streams + by_stream, within, width, STREAMS)
+                tl.debug_barrier()
+            else:
+                projected = _repeat(tl.zeros((TOKENS, BLOCK), tl.float32), STREAMS)
+                by_stream_and_output = grad_products + token * (STREAMS * PADDED)
+                for number in tl.static_range(STREAMS + 2):
+                    rows = tl.broadcast_to(projection + number * width + channel[None, :], (TOKENS, BLOCK))
+                    weight = _load_in_turn(by_stream_and_output + number, inside, PADDED, STREAMS)
+                    projected = _add_scaled(projected, weight, load_float32(rows, within), STREAMS)
+            connected = tiles
+            if output is not None:
+                connected = _mix_streams(tiles, added, mixing, dtype, STREAMS)
+            grads = _add_scaled(grads, reading, load_float32(grad_inputs + index, within), STREAMS)
+            totals = ()
+            for stream in tl.static_range(STREAMS):
+                total = grads[stream] + projected[stream] - shrinking[stream][:, None] * connected[stream]
+                totals = _append(totals, total)
+            grads = totals
         if output is None:
             for stream in tl.static_range(STREAMS):
                 tl.store(grad_streams + by_stream + stream * width, grads[stream], mask=within)
         else:
-            added = load_float32(output + place, within)
-            old = streams + token[:, None] * stride + channel[None, :]
-            factors = (added,) + _load_in_turn(old, within, stream_stride, STREAMS)
+            all_dots = ()
             for stream in tl.static_range(STREAMS):
                 grad = _combine(grads, mixing, 2 * STREAMS + stream, STREAMS, STREAMS)
                 tl.store(grad_streams + by_stream + stream * width, grad, mask=within)
-                totals = totals + _add_products(dots, stream * (STREAMS + 1), factors, grads[stream], STREAMS + 1)
-            dots = totals
-            tl.store(grad_output + place, _combine(grads, mixing, STREAMS, 1, STREAMS), mask=within)
+                factors = (added,) + tiles
+                all_dots += _add_products(dots, stream * (STREAMS + 1), factors, grads[stream], STREAMS + 1)
+            dots = all_dots
+            tl.store(grad_output + index, _combine(grads, mixing, STREAMS, 1, STREAMS), mask=within)
     if output is not None:
         for number in tl.static_range(STREAMS * (STREAMS + 1)):
             stream, other = number // (STREAMS + 1), number % (STREAMS + 1) - 1
@@ -435,7 +506,7 @@ def _log_softmax(logs, between, DIMENSION: tl.constexpr):
 # fmt: off
 @cache_launches("count")
 def _normalize_kernel(
-    weights, static, scale, logits, count, STREAMS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    weights, mix, scale, logits, count, STREAMS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
     ROUNDS: tl.constexpr, BACKWARD: tl.constexpr,
 ):
     # fmt: on
@@ -443,17 +514,19 @@ def _normalize_kernel(
     to_stream, from_stream = tl.arange(0, SIZE)[None, :, None], tl.arange(0, SIZE)[None, None, :]
     between = (to_stream < STREAMS) & (from_stream < STREAMS)
     known, column = between & (token < count), (2 + to_stream) * STREAMS + from_stream
-    place = token * ((STREAMS + 2) * STREAMS) + column
-    start, factor = load_or_zero(static + column, between), load_or_zero(scale + 2 + to_stream, to_stream < STREAMS)
-    logs = tl.where(between, start + factor * load_or_zero(logits + place, known), -1e30)
+    index = token * ((STREAMS + 2) * STREAMS) + column
+    static = load_float32(mix + to_stream * STREAMS + from_stream, between)
+    static += tl.where(to_stream == from_stream, 8.0, 0.0)
+    products = load_or_zero(logits + index, known)
+    logs = tl.where(between, static + tl.load(scale + 2).to(tl.float32) * products, -1e30)
     rounds = ()
     for _ in tl.static_range(ROUNDS):
         columns = _log_softmax(logs, between, 1)
         logs = _log_softmax(columns, between, 2)
-        rounds = rounds + (columns, logs)
+        rounds = _append(_append(rounds, columns), logs)
     values = tl.exp(logs)
     if BACKWARD:
-        values *= load_or_zero(weights + place, known)
+        values *= load_or_zero(weights + index, known)
         for step in tl.static_range(2 * ROUNDS):
             values -= tl.exp(rounds[2 * ROUNDS - 1 - step]) * tl.sum(values, 2 - step % 2, keep_dims=True)
-    tl.store(weights + place, values, mask=known)
+    tl.store(weights + index, values, mask=known)

@@ -220,16 +220,19 @@ def connections() -> Iterator[tuple[str, Launch]]:
         streams, output = empty(64, count, 2048, dtype=dtype), empty(64, 2048, dtype=dtype)
         weights = empty(64, count + 2, count, dtype=FLOAT)
         shape = (count * (count + 2), count * 2048) if constrained else (count + 2, 2048)
-        parameters = empty(*shape, dtype=dtype), empty(count + 2, count, dtype=FLOAT), empty(count + 2, dtype=FLOAT)
-        inputs = streams, *((output, weights) if writes else (None,) * 2), *(parameters if reads else (None,) * 3)
+        vector, mix, scale = (empty(*sizes, dtype=dtype) for sizes in ((count,), (count, count), (2 + constrained,)))
+        projection = empty(*shape, dtype=dtype) if reads else None
+        written = streams, *((output, weights) if writes else (None,) * 2), projection
+        parameters = (vector, vector, mix, scale) if reads else (None,) * 4
         name, kind = f"connect_streams {count} {dtype} {writes} {reads} {constrained}", constrained and reads
-        yield name, lambda inputs=inputs, kind=kind: hyper_connections._connect(*inputs, 1e-6, kind)
-        grads, saved = (streams, output, weights), (streams, weights, weights, weights)
+        yield (
+            name,
+            lambda w=written, p=parameters, kind=kind: hyper_connections._connect(*w, *p, 1e-6, 1, kind),  # type: ignore[call-arg]
+        )
+        saved = streams, output, weights, *written, *parameters[2:], weights, weights, weights
         yield (
             f"{name} backward",
-            lambda grads=grads, inputs=inputs, saved=saved, kind=kind: hyper_connections._connect_backward(
-                *grads, *inputs, *saved, kind
-            ),
+            lambda saved=saved, kind=kind: hyper_connections._connect_backward(*saved, kind),  # type: ignore[call-arg]
         )
 
 

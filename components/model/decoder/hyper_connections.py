@@ -6,7 +6,6 @@ Between layers the streams are joined to one tensor: (..., streams * hidden_size
 """
 
 from collections.abc import Mapping, Sequence
-from math import log
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import Decoder
 from drawloom.components.model.decoder.specs import ConnectedBranch, ConnectionSpec, LayerContext
 from drawloom.components.model.layers import RMSNorm
-from drawloom.kernels.hyper_connections.eager import ConnectedStreams, Connection
 from drawloom.ports import Kernels, LayerRange, Role
 
 
@@ -36,7 +34,7 @@ class HyperConnection(nn.Module):
         outputs, inputs, scales = self.projection_sizes
         self.norm = RMSNorm(inputs, architecture.rms_norm_eps, kernels)
         self.read, self.write = (nn.Parameter(torch.zeros(count)) for _ in range(2))
-        self.mix = nn.Parameter(torch.zeros(count, count))  # (from stream, to stream)
+        self.mix = nn.Parameter(torch.zeros(count, count))
         self.projection = nn.Parameter(torch.zeros(outputs, inputs))
         self.scale = nn.Parameter(torch.full((scales,), 0.01))
 
@@ -45,29 +43,17 @@ class HyperConnection(nn.Module):
         """The projection's outputs and inputs, and how many scales its outputs have."""
         return 2 + self.spec.streams, self.width, 2
 
-    @property
-    def initial_weights(self) -> tuple[float, float, float, float]:
-        """Weights to read other streams and `first`, to write, and to mix a stream into itself, perhaps as logits."""
-        return 0.0, 1.0, 1.0, 1.0
-
-    def forward(self, streams: Tensor, output: Tensor | None, before: Tensor | None) -> ConnectedStreams:
+    def forward(self, streams: Tensor, output: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """
         Write the last branch's output (..., width), if any, with its weights `before`, and read this branch's input.
 
         streams: (..., streams, width). Weights are at least float32.
         """
-        count, dtype = self.spec.streams, torch.promote_types(streams.dtype, torch.float32)
-        others, first, write, mix = self.initial_weights
-        start = mix * torch.eye(2 + count, count, dtype=dtype, device=streams.device).roll(2, 0)
-        start[0], start[1], start[0, self.spec.first] = others, write, first
-        to_streams, mix_scale = (self.mix, 2) if self.is_constrained else (self.mix.T, 0)
-        static = start + torch.cat([self.read[None], self.write[None], to_streams])
-        scale = torch.cat([self.scale[:2], self.scale[mix_scale].expand(count)]).to(dtype)
         # A norm's weight may multiply the projection's inputs as well as the streams.
         projection = (self.projection * self.norm.weight).to(streams.dtype)
-        connection = Connection(projection, static, scale, self.norm.eps, self.is_constrained)
-        connected: ConnectedStreams = self.kernels.connect_streams(streams, output, before, connection)
-        return connected
+        parameters = projection, self.read, self.write, self.mix, self.scale
+        connection = *parameters, self.norm.eps, self.spec.first, self.is_constrained
+        return self.kernels.connect_streams(streams, output, before, connection)
 
     def parameter_roles(self) -> Mapping[str, Role]:
         # Every channel is multiplied by the weights to read and to mix, and all channels by the projection.
@@ -90,11 +76,6 @@ class ConstrainedConnection(HyperConnection):
     def projection_sizes(self) -> tuple[int, int, int]:
         count = self.spec.streams
         return count * (2 + count), count * self.width, 3
-
-    @property
-    def initial_weights(self) -> tuple[float, float, float, float]:
-        others = 0.2 / self.spec.streams
-        return log(others / (1.0 - others)), log((0.8 + others) / (0.2 - others)), 0.0, 8.0
 
 
 class HyperBlock(Block):

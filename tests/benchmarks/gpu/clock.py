@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -132,16 +133,18 @@ def matmul_rate(size: int) -> float:
 
 
 def show_kernels(run: Call, count: int, before: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-    """Print the slowest kernels' times, or with times from `before` those that grew most; return all in ms."""
+    """Print the slowest kernels' times, or with times from `before` the most grown ones; return all in ms."""
     run()
     with profile(activities=[ProfilerActivity.CUDA]) as running:
         for _ in range(5):
             run()
         torch.cuda.synchronize()
-    times = {event.key[:60]: event.self_device_time_total / 5000 for event in running.key_averages()}
+    times: Counter[str] = Counter()
+    for event in running.key_averages():
+        times[event.key[:60]] += event.self_device_time_total / 5000
     for name in sorted(times, key=lambda name: before.get(name, 0.0) - times[name])[:count]:
         print(f"    {name:60} {times[name]:.3f} ms", flush=True)
-    return times
+    return dict(times)
 
 
 def _device() -> torch.device:

@@ -2,14 +2,15 @@
 A training step with hyper-connections beside one residual stream, in a model with a billion parameters.
 
 `make bench NAME=hyper_connections` takes 40 s, and with ONLY=compiled, for compiled layers, a minute. A line has the
-milliseconds and the GiB for a step with 4 rows of 4096 tokens (forward and backward pass, and AdamW), and the share
-that hyper-connections add, by kernels or in plain torch (`eager`). The kernels that add most follow.
+milliseconds and the GiB for a step with 4 rows of 4096 tokens (forward and backward pass, and AdamW), and the
+hyper-connections' share, by kernels or in plain torch (`eager`). The kernels with most additional time follow.
 
 The least traffic, in tensors like one stream (64 MiB; 16 us at 4.2 TB/s), with n = 4 streams: a layer begins with n + 1
 (it reads streams, and writes an input), goes from one branch to the next with 2 n + 2, and ends with 2 n + 1, together
 24. Its backward pass has 3 n + 1, 3 n + 3 and 3 n + 2, and 2 n for the projections' gradients, together 50. These are
-19 ms in 16 layers, 5.7 % of a step of 330 ms; other norms take 1.5 ms less. Were each branch's output written without
-reading the next branch's input, a layer would have 10 more; if layers ended and began in one kernel, 16 less.
+19 ms in 16 layers, and a plain step's 227 ms have 1.5 ms more for norms: the connections are 7.2 % or more. Were each
+branch's output written without reading the next branch's input, a layer would have 10 more; if layers ended and began
+in one kernel, 16 less. If second passes over streams miss the cache, kernels have up to 8 and 11 more.
 """
 
 import sys
