@@ -197,9 +197,9 @@ class TorchOptimizer(HostStates):
         """Return the optimizer's state by parameter name; tensors of any shape."""
         if self._transfers is not None:
             self._transfers.synchronize()
-        from drawloom.components.optim.named_state import collect_state_by_name
-
-        return collect_state_by_name(self._optimizers, self.parameters.named_parameters())
+        states = {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
+        # {} before a parameter's first gradient
+        return {name: dict(states.get(parameter, {})) for name, parameter in self.parameters.named_parameters()}
 
     def load_state_dict(self, state: NodeState) -> None:
         """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""

@@ -205,7 +205,7 @@ class MaterializedStages:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all local stages' trained parameters, without duplicates; [] before `open`."""
-        return self._assembly.parameters.named_parameters() if self._assembly.parameters else []
+        return [*self._assembly.parameters.named.items()] if self._assembly.parameters else []
 
     def parameter_slices(self) -> dict[str, TensorSlice | None]:
         return {name: self._assembly.parameters.get_rank_slice(name) for name, _ in self.named_parameters()}

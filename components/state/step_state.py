@@ -212,7 +212,12 @@ class StepState:
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers written in the global view by name: floats, and float tensors without dimensions."""
-        return {key: self.number(key) for key, value in self._written.items() if _is_float_or_scalar_tensor(value)}
+        names = [
+            key
+            for key, value in self._written.items()
+            if type(value) is float or (isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point())
+        ]
+        return {key: self.number(key) for key in names}
 
     def _iterate_tensors_on_device(self) -> Iterator[Tensor]:
         """Yield the tensors written in the global view that are not on the CPU."""
@@ -310,12 +315,6 @@ class _MicrobatchView:
 
 def _describe_location(key: str, index: int) -> str:
     return f"microbatch({index})[{key!r}]"
-
-
-def _is_float_or_scalar_tensor(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 0 and value.is_floating_point()
-    return type(value) is float
 
 
 def _detach(value: Any) -> Any:

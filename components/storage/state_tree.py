@@ -83,12 +83,12 @@ def list_dict_entries(tree: Tree) -> dict[str, Tree]:
     return content
 
 
+@attrs.define
 class _Packer:
     """Converter from a state to a JSON tree with names in place of tensors; `tensors` has the tensors by name."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._names: dict[Any, str] = {}
+    tensors: dict[str, Tensor] = attrs.field(factory=dict)
+    _names: dict[Any, str] = attrs.field(factory=dict)  # by the memory and layout of the tensors
 
     def pack(self, value: Any, path: tuple[Any, ...]) -> Tree:
         if isinstance(value, Tensor):

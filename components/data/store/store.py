@@ -136,7 +136,7 @@ class ShardWriter:
             for name, dtype in COLUMNS:
                 _append_values(file, np.array(self._columns[name], dtype))
         # An empty file has no blocks.
-        contents = [content for part in (self._out, file) if (content := part.finish_digest()).size]
+        contents = [content for part in (self._out, file) if (content := part.sha256.finish()).size]
         digests = b"".join(bytes.fromhex(block) for content in contents for block in content.blocks)
         replace_file(self._stem.with_suffix(".digests"), digests)
         summary = {
@@ -304,7 +304,6 @@ def _parse_summary(path: Path, text: bytes) -> dict[str, Any]:
 def _append_values(file: FileWriter, values: np.ndarray) -> None:
     """Append an array's bytes."""
     if values.nbytes:
-        assert file.sha256 is not None
         file.write_at(memoryview(values.view(np.uint8).data), file.sha256.size)
 
 
