@@ -286,7 +286,7 @@ class StageAssembly:
     """This rank's stages, built as the component's settings say; its attributes follow from `materialize`."""
 
     settings: Any  # the component, which imports this module
-    features: FeatureStack
+    features: FeatureStack = internal(attrs.Factory(lambda self: FeatureStack(self.settings.features), takes_self=True))
     local: list[Stage] = internal(factory=list)  # this rank's stages, in order
     store: "ParameterStore | ShardedStore" = internal(None)
     parameters: StageParameters = internal(None)
