@@ -245,19 +245,6 @@ class StepState:
             f"[{key!r}]", partial(sharding.unshard_tree, shards, self._choose_spec(key, infer))
         )
 
-    def _read_microbatch_shard(self, key: str, index: int) -> Any:
-        """Return a value's shard for one microbatch; MissingStateError if it was not written."""
-        if index not in self.microbatches_present(key):
-            raise self._create_missing_error(key, [index], _describe_location(key, index))
-        return self._get_or_split_shards(key, index)[index]
-
-    def _write_shard(self, key: str, index: int, value: Any) -> None:
-        """Replace the shard of one microbatch; the others keep theirs."""
-        shards = self._get_or_split_shards(key, index)  # of the written value, before it is dropped
-        self._written.pop(key, None)
-        self._joined.pop(key, None)
-        shards[index] = _detach(value)
-
     def _get_or_split_shards(self, key: str, index: int) -> dict[int, Any]:
         """Return a value's shards, for an access by microbatch `index`; a global value is sharded first."""
         if key not in self._shards:
@@ -299,10 +286,17 @@ class _MicrobatchView:
     _index: int
 
     def __getitem__(self, key: str) -> Any:
-        return self._state._read_microbatch_shard(key, self._index)
+        state, index = self._state, self._index
+        if key not in self:
+            raise state._create_missing_error(key, [index], _describe_location(key, index))
+        return state._get_or_split_shards(key, index)[index]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._state._write_shard(key, self._index, value)
+        state = self._state
+        shards = state._get_or_split_shards(key, self._index)  # of the written value, before it is dropped
+        state._written.pop(key, None)
+        state._joined.pop(key, None)
+        shards[self._index] = _detach(value)
 
     def __contains__(self, key: str) -> bool:
         return self._index in self._state.microbatches_present(key)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import attrs
-import torch
 
 from drawloom import above, between, setting
 from drawloom.components.model.decoder.rope import (
@@ -111,6 +110,15 @@ class DecoderConfig:
     residual_multiplier = 1.0
     """Factor of outputs that are added to the residual stream."""
 
+    embedding_multiplier = 1.0
+    """Factor of embeddings."""
+
+    rounds_embedding_multiplier = False
+    """Whether the factor of embeddings is rounded to their dtype."""
+
+    logit_multiplier = 1.0
+    """Factor of logits."""
+
     partial_rotary_factor = 1.0
     """Part of the channels of a head that rotary positions rotate."""
 
@@ -159,15 +167,6 @@ class DecoderConfig:
     def rotary_dim(self) -> int:
         """The number of rotated channels in a head."""
         return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
-    def logit_multiplier(self) -> float:
-        """The factor by which logits are multiplied."""
-        return 1.0
-
-    def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
-        """Return the factor by which embeddings are multiplied, rounded as a model in this dtype rounds it."""
-        return 1.0
 
     @property
     def attention_score_scale(self) -> float | None:
