@@ -7,6 +7,7 @@ expert_shard, expert) instead of (data_replicate, data_shard, context, tensor).
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -88,7 +89,7 @@ class MeshView:
         """Return no channels, as in a mesh without processes."""
         return {}
 
-    @property
+    @cached_property
     def world(self) -> Group:
         return self.group(*DIMENSIONS)
 

@@ -53,13 +53,11 @@ def _fits_triton(parameter: nn.Parameter) -> bool:
 
 
 @contextmanager
-def _cast_wide_gradients_then_free(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _cast_gradients_then_free(wide: Sequence[nn.Parameter]) -> Iterator[None]:
     """Cast gradients to their parameters' dtypes."""
-    parameters = [part for group in optimizer.param_groups for part in group["params"]]
-    wide = [part for part in parameters if part.grad is not None and part.grad.dtype != part.dtype]
     dtypes = [part.grad_dtype for part in wide]
     for part in wide:
-        narrow, part.grad = part.grad.to(part.dtype), None
+        narrow, part.grad = part.grad.to(part.dtype), None  # type: ignore[union-attr]
         part.grad_dtype = part.dtype
         part.grad = narrow
     yield
@@ -176,7 +174,10 @@ class TorchOptimizer(HostStates):
         # torch's fused optimizers read the flag under this name, which GradScaler sets.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         # torch's fused optimizers require gradients in the dtype of the weights; ours do not.
-        with nullcontext() if isinstance(optimizer, WideGradientStep) else _cast_wide_gradients_then_free(optimizer):
+        groups = [] if isinstance(optimizer, WideGradientStep) else optimizer.param_groups
+        parts = [part for group in groups for part in group["params"]]
+        wide = [part for part in parts if part.grad is not None and part.grad.dtype != part.dtype]
+        with _cast_gradients_then_free(wide) if wide else nullcontext():
             self._step(optimizer)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
