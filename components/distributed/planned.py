@@ -7,7 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.mesh_layout import Layout, MeshView, resolve_layout
+from drawloom.components.distributed.mesh_layout import Layout, MeshView
+from drawloom.components.distributed.mesh_sizes import resolve_layout
 from drawloom.components.distributed.single_process import Done, HostMemory
 from drawloom.ports import DIMENSIONS, Pending, PerDimension, Settings, SymmetricMemory
 

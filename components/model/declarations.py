@@ -8,5 +8,6 @@ from drawloom.components.model.decoder.family import *
 from drawloom.components.model.decoder.layer_types import *
 from drawloom.components.model.decoder.mixer_specs import *
 from drawloom.components.model.decoder.rope import *
+from drawloom.components.model.decoder.rope_scaling import *
 from drawloom.components.model.decoder.specs import *
 from drawloom.components.weights.mapper import *

@@ -13,13 +13,9 @@ from torch import Tensor, nn
 from drawloom import NodeView, Problem, UserError, above, at_least, component, internal, setting
 from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.optim.host_states import HostStates
-from drawloom.components.optim.parameter_groups import (
-    AdamGroup,
-    create_param_groups,
-    find_betas_fault,
-    warn_unmatched_patterns,
-)
+from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault, warn_unmatched_patterns
 from drawloom.components.optim.streamed_states import Slots, StreamedStep, allocate_state_in_host_memory
+from drawloom.components.optim.torch_groups import create_param_groups
 from drawloom.kernels.adamw.eager import (
     ALL,
     BLOCK,

@@ -13,7 +13,6 @@ from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, FactorStep, W
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
     ParameterGroup,
-    create_param_groups,
     find_unsupported_parametrization,
     warn_unmatched_patterns,
 )
@@ -187,9 +186,11 @@ class TorchOptimizer(HostStates):
         else:
             optimizer.step()
 
-    def _create_torch_param_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups in torch's form."""
-        return create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
+    def _create_torch_param_groups(self, eps: float = 1.0) -> list[dict[str, Any]]:
+        """Return the parameter groups in torch's form, with scaled `eps`."""
+        from drawloom.components.optim.torch_groups import create_param_groups
+
+        return create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, eps)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.parameter_slices()

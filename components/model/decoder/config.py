@@ -13,8 +13,6 @@ from drawloom.components.model.decoder.rope import (
     InvalidSetting,
     Rope,
     RopeScaling,
-    convert_to_kernel_scaling,
-    find_rope_faults,
 )
 from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
 from drawloom.ports import AttentionOptions, ConfigJson, Mapper, Settings
@@ -218,9 +216,12 @@ class DecoderConfig:
         """Return a layer's rotary positions; None: it has none."""
         if "rope_theta" in self.unused_keys:
             return None
-        return Rope(
-            self.rotary_dim, self.rope_theta, convert_to_kernel_scaling(self.rope_scaling, self.max_position_embeddings)
-        )
+        if self.rope_scaling is None:
+            return Rope(self.rotary_dim, self.rope_theta)
+        from drawloom.components.model.decoder.rope_scaling import convert_to_kernel_scaling
+
+        scaling = convert_to_kernel_scaling(self.rope_scaling, self.max_position_embeddings)
+        return Rope(self.rotary_dim, self.rope_theta, scaling)
 
     def mixer_spec_of(self, layer: int) -> MixerSpec:
         """Return the specification for a layer's attention: here with grouped queries."""
@@ -361,4 +362,6 @@ def find_size_faults(sizes: Settings) -> Iterator[InvalidSetting]:
             yield from find_head_count_faults(heads, sizes.get("num_key_value_heads", heads), head_dim)
     for key in ("rope_scaling", "rope_parameters"):
         if (rope := sizes.get(key)) is not None:
+            from drawloom.components.model.decoder.rope_scaling import find_rope_faults
+
             yield from find_rope_faults(rope, rotary_dim, key)
