@@ -95,4 +95,4 @@ def _list_architectures(model: Model) -> list[str]:
 def _build_whole_model_on_meta(model: Model) -> nn.Module:
     """Build the whole model, without ranks, on the meta device."""
     with torch.device("meta"):
-        return model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+        return model.build(LayerRange.of_whole_model(model.num_hidden_layers))

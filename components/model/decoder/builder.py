@@ -323,7 +323,7 @@ class DecoderModel:
     def build_on_meta(self, span: LayerRange | None = None) -> nn.Module:
         """Build a span, or the whole model, on the meta device, where nothing is allocated."""
         with torch.device("meta"):
-            return self.build(span or LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
+            return self.build(span or LayerRange.of_whole_model(self.num_hidden_layers))
 
 
 @component_base_class
