@@ -5,16 +5,13 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from drawloom.ports import (
     Batching,
-    EpochCounter,
     LanguageModel,
     LayerRange,
     Model,
     PackedDataset,
-    ValidationData,
     count_steps_of_epochs,
 )
 
@@ -28,15 +25,20 @@ def iterate_header_lines(run: "RunSummary") -> Iterator[tuple[str, str]]:
     """Yield the header as (subject, text): run, model, data, device."""
     yield "run", f"{run.job.name}, in {run.job.folder_path}"
     for model in run.models.values():
-        whole = _build_whole_model_on_meta(model)
+        with torch.device("meta"):
+            whole = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
         by_stages = (stages.describe_features(whole) for stages in run.stages.values() if stages.model is model)
         count = f"{sum(parameter.numel() for parameter in whole.parameters()):,} parameters"
         phrases = [*_describe_weight_dtypes(run), *chain.from_iterable(by_stages)]
         yield "model", ", ".join([*_list_architectures(model), count, *phrases])
     for rows in run.data.values():
         steps = (_describe_tokens_per_step(rows, batching) for batching in run.batching.values())
-        epochs = map(_describe_epoch, run.counters.values())
-        validation = map(_format_validation_row_counts, run.validation.values())
+        epochs = (
+            f"{counter.rows_per_epoch:,} rows and {count_steps_of_epochs(1, counter):,} steps in an epoch"
+            for counter in run.counters.values()
+        )
+        counts = (validation.count_evaluated_and_total_rows() for validation in run.validation.values())
+        validation = (f"validation: {used:,} of {count:,} rows" for used, count in counts)
         # Estimate the training tokens without padding
         tokens = f"{round(rows.fill_rate('train') * rows.count_rows('train') * rows.length):,} tokens to learn from"
         yield "data", "; ".join([tokens, *epochs, *steps, *validation])
@@ -64,17 +66,6 @@ def _describe_device(run: "RunSummary") -> str:
     return ", ".join(words)
 
 
-def _describe_epoch(counter: EpochCounter) -> str:
-    """Return the rows and steps in an epoch."""
-    return f"{counter.rows_per_epoch:,} rows and {count_steps_of_epochs(1, counter):,} steps in an epoch"
-
-
-def _format_validation_row_counts(validation: ValidationData) -> str:
-    """Return how many validation rows are used."""
-    used, count = validation.count_evaluated_and_total_rows()
-    return f"validation: {used:,} of {count:,} rows"
-
-
 def _describe_tokens_per_step(rows: PackedDataset, batching: Batching) -> str:
     """Return the tokens in a step, estimated from the fill rate if rows are padded."""
     fill = rows.fill_rate("train")
@@ -90,9 +81,3 @@ def _list_architectures(model: Model) -> list[str]:
     if not isinstance(model, LanguageModel):
         return [type(model).__name__]
     return [str(name) for name in model.hugging_face_config().get("architectures", [])]
-
-
-def _build_whole_model_on_meta(model: Model) -> nn.Module:
-    """Build the whole model, without ranks, on the meta device."""
-    with torch.device("meta"):
-        return model.build(LayerRange.of_whole_model(model.num_hidden_layers))

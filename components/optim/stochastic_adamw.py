@@ -153,7 +153,8 @@ class StochasticAdamW(HostStates):
             for parameter in group["params"]:
                 kind = parameter in streamed_parameters, group["lr_multiplier"], betas, eps
                 kinds.setdefault(kind, []).append(parameter)
-        resident, states = self._choose_stepper_class(), self._states_by_parameter()
+        resident = self._choose_stepper_class()
+        states = {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
         streamed = self._make_streamed_stepper_factory(resident, on_host)
         for (is_streamed, lr_multiplier, betas, eps), parts in kinds.items():
             stepper = (streamed if is_streamed else resident)([states[part] for part in parts], self.maximize)
@@ -240,9 +241,6 @@ class StochasticAdamW(HostStates):
         slots = Slots(self._transfers, self.device.device, self._compute_slot_bytes(on_host))
         slots.allocate_slots()
         return partial(StreamedStep, implementation, slots)
-
-    def _states_by_parameter(self) -> dict[nn.Parameter, ParamState]:
-        return {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
 
     def _wait_and_count_unskipped_steps(self) -> int:
         """Return the number of steps without the skipped ones, after waiting for the last step."""
