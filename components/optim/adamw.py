@@ -25,4 +25,13 @@ class AdamW(AdamSettings):
     weight_decay: float = setting("decoupled weight decay coefficient", default=0.1, check=at_least(0))
 
     def _create_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [create_fastest_adamw(self._create_torch_param_groups(self.eps), **self._options())]
+        return [
+            create_fastest_adamw(
+                self._create_torch_param_groups(self.eps),
+                lr=self.lr,
+                betas=self.betas,
+                eps=self.eps,
+                amsgrad=self.amsgrad,
+                maximize=self.maximize,
+            )
+        ]

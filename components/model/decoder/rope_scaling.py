@@ -6,6 +6,7 @@ from typing import Any
 
 from drawloom.components.model.decoder.rope import InvalidSetting, RopeScaling
 from drawloom.kernels.rope import frequencies
+from drawloom.ports import ConfigJson
 
 USED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -103,3 +104,13 @@ def find_rope_faults(rope: RopeScaling, rotary_dim: int | None, key: str = "rope
     if rope.rope_type in ("ntk", "dynamic") and rotary_dim == 2:
         why = f"{key}.rope_type = {rope.rope_type!r} scales all pairs but the first, and head_dim = 2 has one"
         yield InvalidSetting((key, "rope_type"), why, "write another rope_type")
+
+
+def build_rope_parameters(rope: RopeScaling, base: float, head_dim: int) -> ConfigJson:
+    """Return `rope_parameters` for a config, repeating `rope_theta` at the top; for static NTK only `rope_theta`."""
+    given = rope.explicit_options()
+    if rope.rope_type == "ntk":
+        return {"rope_theta": frequencies.compute_ntk_base(base, head_dim, given["factor"])}
+    if rope.rope_type == "llama3":
+        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given  # transformers has no defaults for these
+    return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}
