@@ -108,7 +108,7 @@ def write_files_of_rank(temp: Path, rank: int, snapshot: Snapshot) -> dict[str, 
     """
     Write a rank's part, after waiting for the copies; return FileDigest fields by file name, as JSON.
 
-    The snapshot's tensors, of any shape, dtype and device, are unchanged until the function returns. A tensor is copied
+    The snapshot's tensors (any shape, dtype and device) are unchanged until the function returns. A tensor is copied
     only if it is not contiguous or not on the CPU, one at a time in each of the WRITERS threads.
     """
     tensors = snapshot.tensors.result() if isinstance(snapshot.tensors, Future) else snapshot.tensors

@@ -43,7 +43,7 @@ class Snapshot:
     """
     One rank's part of a checkpoint: a tree, its named tensors, their bytes, and the step's metrics.
 
-    `values` has None for metrics that are not finite, and for the loss of a skipped step.
+    `values` has None for metrics without a finite value, and for a skipped step's loss.
     """
 
     tree: Tree

@@ -65,5 +65,5 @@ class Bytes:
         from drawloom.components.data.auto_tokenizer import edit_config_to_use_tokenizer_json
         from drawloom.components.data.bytes_files import write_tokenizer_files
 
-        write_tokenizer_files(folder)
+        write_tokenizer_files(folder, END_NAME, END)
         edit_config_to_use_tokenizer_json(folder)

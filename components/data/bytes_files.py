@@ -1,16 +1,14 @@
-"""Files of the byte-level tokenizer, for Hugging Face's libraries."""
+"""The byte-level tokenizer's files, for Hugging Face's libraries."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.data.bytes import END, END_NAME
 
-
-def write_tokenizer_files(folder: Path) -> None:
-    """Write `tokenizer.json`, a byte-pair encoding without merges, and `tokenizer_config.json`."""
+def write_tokenizer_files(folder: Path, end_name: str, end: int) -> None:
+    """Write `tokenizer.json`, a byte-pair encoding without merges, and its config, with the id `end` for ends."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    vocabulary = {character: byte for byte, character in enumerate(_list_gpt2_byte_characters())} | {END_NAME: END}
+    vocabulary = {character: byte for byte, character in enumerate(_list_gpt2_byte_characters())} | {end_name: end}
     tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
@@ -24,7 +22,7 @@ def write_tokenizer_files(folder: Path) -> None:
     }
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_NAME,
+        "eos_token": end_name,
         "split_special_tokens": True,
         # without this, decoding would drop spaces before punctuation
         "clean_up_tokenization_spaces": False,

@@ -1,4 +1,4 @@
-"""Sizes of a mesh for the processes that there are."""
+"""Mesh sizes for a process count."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Report of a hanging process: its threads' stacks in its log, and a diagnosis for all ranks."""
+"""Hang report: the process's threads' stacks in its log, and a diagnosis for all ranks."""
 
 import faulthandler
 import threading
@@ -13,7 +13,7 @@ def report_hang_and_must_exit(delay: str, folder: RunFolder, mesh: Mesh, process
     """
     Write the threads' stacks to the rank's log, and report the hang with a diagnosis to all ranks.
 
-    Returns False if the run goes on without other ranks, so that this process need not end.
+    Returns False if the run goes on without other ranks, and this process need not end.
     """
     survivable_delays: list[str] = []
 

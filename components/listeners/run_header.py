@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -15,14 +15,11 @@ from drawloom.ports import (
     count_steps_of_epochs,
 )
 
-if TYPE_CHECKING:
-    from drawloom.components.listeners.summary import RunSummary
-
 MIN_FULL_RATE = 0.99  # packed rows are full except the last row
 
 
-def iterate_header_lines(run: "RunSummary") -> Iterator[tuple[str, str]]:
-    """Yield the header as (subject, text): run, model, data, device."""
+def iterate_header_lines(run: Any) -> Iterator[tuple[str, str]]:
+    """Yield the header as (subject, text): run, model, data, device; `run` is the RunSummary, which calls this."""
     yield "run", f"{run.job.name}, in {run.job.folder_path}"
     for model in run.models.values():
         with torch.device("meta"):
@@ -45,14 +42,14 @@ def iterate_header_lines(run: "RunSummary") -> Iterator[tuple[str, str]]:
     yield "device", _describe_device(run)
 
 
-def _describe_weight_dtypes(run: "RunSummary") -> Iterator[str]:
+def _describe_weight_dtypes(run: Any) -> Iterator[str]:
     """Yield the dtypes of weights and computation."""
     for precision in run.precision.values():
         stored, compute = (str(dtype).removeprefix("torch.") for dtype in (precision.parameter, precision.compute))
         yield stored if stored == compute else f"{stored}, computed in {compute}"
 
 
-def _describe_device(run: "RunSummary") -> str:
+def _describe_device(run: Any) -> str:
     """Return device, processes, mesh sizes and hosts."""
     device = run.device.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -82,7 +82,7 @@ class PhaseTimes(Metric):
 
     @cached_property
     def _part_by_phase(self) -> dict[str, str]:
-        """`forward_backward`, `sync` or `update` by phases' names, from the values that they declare."""
+        """`forward_backward`, `sync` or `update` by phases' names, from their declared values."""
         parts = {}
         for name, phase in self.phases.items():
             flow = find_declared_reads_and_writes(phase)

@@ -1,11 +1,16 @@
 """Final task: the run's report."""
 
 import logging
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drawloom import Every, ResolvedRecipe, component
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.ports import Batching, Mesh, RunFolder, Schedule
+
+if TYPE_CHECKING:
+    from drawloom.components.report.run_record import Drawings
 
 REPORT = "report.html"
 
@@ -34,26 +39,56 @@ class HtmlReport:
     def run_after_training(self, step: int) -> None:
         """Write the report on rank 0."""
         if self.mesh.world.rank == 0:
-            from drawloom.components.report.run_report import write_report  # a run needs it at its end alone
-
             try:
-                write_report(self, step)
+                self._write_report(step)
             except Exception as error:  # a failed report must not fail the run
                 log.warning("the report can't be written: %s: %s", type(error).__name__, error)
+
+    def _write_report(self, step: int) -> None:
+        """Write the report, and log its path and the ETTR."""
+        # a run needs the report's contents at its end alone
+        from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
+        from drawloom.components.report.page import render_page
+        from drawloom.components.report.run_record import read_run_record
+        from drawloom.components.storage.durable_files import replace_file
+
+        folder = self.folder.folder
+        run = read_run_record(folder, folder.resolve().name, self._draw_run_or_explain(step))
+        run.log.add_training_end(time.strftime(TIME_FORMAT), step)
+        replace_file(self._report_path, render_page([run], _format_step_comment(step)).encode())
+        log.info("report in %s", self._report_path)
+        if (ratio := compute_ettr(run.log, run.metrics)) is not None:
+            log.info("time    %s", ratio)
+
+    def _draw_run_or_explain(self, step: int) -> "Drawings":
+        """Draw the run's graph, step and schedule, or return why they can't be drawn."""
+        from drawloom.components.report.drawings import draw_schedule_svg
+        from drawloom.components.report.run_record import Drawings
+
+        pictures = [
+            draw_schedule_svg(
+                type(schedule).__module__.rpartition(".")[2],
+                schedule,
+                self.mesh.sizes.pipeline,
+                len(batching.microbatch_row_positions(step)),
+            )
+            for schedule, batching in zip(self.schedules.values(), self.batching.values(), strict=False)
+        ]
+        return Drawings(self.recipe.draw(False), self.recipe.draw(True), "\n".join(pictures))
 
     def _has_report_of_step(self, step: int) -> bool:
         """Return whether the report in the run folder is about this step."""
         from drawloom.components.storage.durable_files import does_file_begin_with
 
-        beginning = f"<!doctype html><!-- {format_step_comment(step)} -->"
-        return does_file_begin_with(self.report_path, beginning.encode())
+        beginning = f"<!doctype html><!-- {_format_step_comment(step)} -->"
+        return does_file_begin_with(self._report_path, beginning.encode())
 
     @property
-    def report_path(self) -> Path:
+    def _report_path(self) -> Path:
         """The report's path in the run folder."""
         return self.folder.folder / REPORT
 
 
-def format_step_comment(step: int) -> str:
+def _format_step_comment(step: int) -> str:
     """Return the comment for a report's step."""
     return f"after step {step}"

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 import attrs
 
 from drawloom.graph.component import (
+    NAME,
     Check,
     Every,
     Impact,
@@ -31,10 +32,6 @@ from drawloom.graph.component import (
 )
 from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
-
-# Lower case only, so that a name means the same file on case-insensitive file systems.
-NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
-"""Valid names of components: dotted, so that a name can only lead below the folder of its package."""
 
 Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "every", "recipe"]
 
@@ -389,7 +386,7 @@ class Registry:
         except Exception as error:
             from drawloom.graph.registry.suggestions import make_import_problem
 
-            return make_import_problem(use, candidates[0], error)
+            return make_import_problem(use, candidates[0].module, error)
         if len(classes) > 1:
             names = " and ".join(item.__name__ for item in classes)
             return Problem("DL203", f"{use!r} contains the components {names}", "move every class to a file of its own")

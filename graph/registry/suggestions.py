@@ -1,11 +1,11 @@
-"""Hints for names without a component, and the problem with a component that can't be imported."""
+"""Hints for names without a component, and problems with imports."""
 
 import importlib.util
 import sys
 
+from drawloom.graph.component import NAME
 from drawloom.graph.foreign_names import fold_name
 from drawloom.graph.problems import Problem, did_you_mean, find_nearest
-from drawloom.graph.registry.registry import NAME, Candidate
 
 MAX_OFFERED = 6
 """Names in a hint about a word with which several names begin."""
@@ -74,12 +74,12 @@ def _belongs_to_installed_package(use: str) -> bool:
     return spec is not None and bool(spec.submodule_search_locations)
 
 
-def make_import_problem(use: str, candidate: Candidate, error: Exception) -> Problem:
+def make_import_problem(use: str, module: str, error: Exception) -> Problem:
     """Return the problem with a component whose module can't be imported: a missing package, or any other error."""
     missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
-    own = candidate.module.partition(".")[0]
+    own = module.partition(".")[0]
     if missing and missing.partition(".")[0] != own:
         text = f"{use!r} needs the package {missing!r}, which is not installed"
         return Problem("DL202", text, f"pip install {missing.partition('.')[0]}")
     text = f"{use!r} can't be imported: {type(error).__name__}: {error}"
-    return Problem("DL205", text, f"`python -c 'import {candidate.module}'` prints the traceback")
+    return Problem("DL205", text, f"`python -c 'import {module}'` prints the traceback")

@@ -9,13 +9,13 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Set
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import attrs
 
 from drawloom.graph.component import Every, Ordered, internal
 from drawloom.graph.garbage import pause_garbage_collection
-from drawloom.graph.lifecycle import LifecycleStage
+from drawloom.graph.lifecycle import NodeTiming
 from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.registry import Field
@@ -27,15 +27,6 @@ T = TypeVar("T")
 
 IMMUTABLE = (str, bool, int, float, type(None))
 """Immutable types of settings, which need no copy."""
-
-
-class NodeTiming(NamedTuple):
-    """Time in seconds for building, opening or closing a node. `start` is a reading of the monotonic clock."""
-
-    node: str
-    stage: LifecycleStage
-    start: float
-    seconds: float
 
 
 @attrs.define(eq=False, repr=False)

@@ -8,9 +8,8 @@ from typing import Any
 import attrs
 
 from drawloom.graph.component import internal
-from drawloom.graph.lifecycle import LifecycleStage
+from drawloom.graph.lifecycle import LifecycleStage, NodeTiming
 from drawloom.graph.problems import ReopenError, UserError
-from drawloom.graph.runtime.container import NodeTiming
 from drawloom.graph.wiring.graph import Graph
 
 
@@ -68,7 +67,7 @@ def _attach_failures_as_notes(cause: BaseException, failures: list[BaseException
 
 @attrs.define(eq=False)
 class OpenedNodes:
-    """The nodes that a container opens and closes: `objects` by name, dependencies first; see `Container`."""
+    """Lifecycle for a container's nodes, `objects` by name, dependencies first; see `Container`."""
 
     graph: Graph
     objects: Mapping[str, Any]

@@ -1,6 +1,6 @@
-"""Problems with values of settings: where a value is wrong, why, and what to write instead."""
+"""Problems with values of settings: the faulty part, the reason, and a hint."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -11,16 +11,14 @@ from cattrs.errors import AttributeValidationNote, IterableValidationNote
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean, find_nearest
 from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.graph.types.assignable import union_members_except_none
+from drawloom.graph.types.choices import MismatchError, is_choice, pair_toml_values_with_choices
 from drawloom.graph.types.describe import MAX_VALUE_LENGTH, find_near_misses_with_hints, format_expected_type
-from drawloom.graph.types.structure import (
-    MismatchError,
-    ValueConverter,
-    is_choice,
-    pair_toml_values_with_choices,
-)
+
+Convert = Callable[[Any, Any], Any]
+"""Function to convert a value to a type. It raises MismatchError or BaseValidationError."""
 
 
-def iterate_problems(converter: ValueConverter, error: Exception, path: KeyPath) -> Iterator[Problem]:
+def iterate_problems(convert: Convert, error: Exception, path: KeyPath) -> Iterator[Problem]:
     """Flatten the exception tree from cattrs into problems. The note of an exception is one step of the path."""
     note = next((note for note in getattr(error, "__notes__", ()) if type(note) is not str), None)
     if isinstance(note, AttributeValidationNote):
@@ -29,10 +27,10 @@ def iterate_problems(converter: ValueConverter, error: Exception, path: KeyPath)
         path = (*path, note.index)
     if isinstance(error, BaseValidationError):
         for inner in error.exceptions:
-            yield from iterate_problems(converter, inner, path)
+            yield from iterate_problems(convert, inner, path)
     elif isinstance(error, MismatchError):
         yield Problem(
-            "DL303", str(error), "" if error.reason else _find_hint(converter, error.value, error.kind), path=path
+            "DL303", str(error), "" if error.reason else _find_hint(convert, error.value, error.kind), path=path
         )
     elif isinstance(error, ForbiddenExtraKeysError):
         known = [field.alias for field in attrs.fields(error.cl) if field.init]
@@ -47,11 +45,11 @@ def iterate_problems(converter: ValueConverter, error: Exception, path: KeyPath)
         raise error
 
 
-def _find_hint(converter: ValueConverter, value: Any, kind: Any) -> str:
+def _find_hint(convert: Convert, value: Any, kind: Any) -> str:
     """Return a hint for a wrongly typed value: a near miss with the right type, or the nearest choice."""
     for candidate, hint in find_near_misses_with_hints(value):
         with suppress(MismatchError, BaseValidationError):
-            converter.convert(candidate, kind)
+            convert(candidate, kind)
             return hint if len(hint) <= 2 * MAX_VALUE_LENGTH else ""
     words = [
         plain

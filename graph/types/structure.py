@@ -10,7 +10,7 @@ from datetime import date, datetime, time
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 from cattrs import BaseValidationError, Converter
@@ -21,6 +21,7 @@ from cattrs.gen import make_dict_structure_fn, override
 from drawloom.graph.component import Check
 from drawloom.graph.problems import Problem
 from drawloom.graph.types.assignable import union_members_except_none
+from drawloom.graph.types.choices import MismatchError, is_choice, is_literal, pair_toml_values_with_choices
 
 Hook = Callable[[Any, Any], Any]
 
@@ -49,7 +50,7 @@ class ValueConverter:
         except (MismatchError, BaseValidationError) as error:
             from drawloom.graph.types.mismatches import iterate_problems  # few recipes have problems
 
-            return None, list(iterate_problems(self, error, ()))
+            return None, list(iterate_problems(self.convert, error, ()))
 
     def convert(self, value: Any, kind: Any) -> Any:
         """Convert a value to `kind`. Raises MismatchError or BaseValidationError for a value of another type."""
@@ -74,7 +75,7 @@ class ValueConverter:
         # Registered first, so tried last: otherwise cattrs would guess for unknown types.
         converter.register_structure_hook_factory(lambda kind: True, _raise_unsupported_type)
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
-        converter.register_structure_hook_func(_is_literal, _structure_choice)
+        converter.register_structure_hook_func(is_literal, _structure_choice)
         converter.register_structure_hook_func(
             lambda kind: union_members_except_none(kind) != [kind], self._structure_union
         )
@@ -132,21 +133,6 @@ class ValueConverter:
         return _make_container_hook(dict, inside)
 
 
-class MismatchError(ValueError):
-    """A value of another type than `kind`, or with the right type but invalid for a reason."""
-
-    def __init__(self, value: Any, kind: Any, reason: str = "", expected: str = "", got: str = "") -> None:
-        super().__init__()
-        self.value, self.kind, self.text, self.expected, self.got = value, kind, reason, expected, got
-        self.reason = reason or expected or got
-
-    def __str__(self) -> str:
-        from drawloom.graph.types.describe import describe, format_expected_type  # few recipes have problems
-
-        expected = self.expected or format_expected_type(self.kind)
-        return self.text or f"{expected}, got {self.got or describe(self.value)}"
-
-
 SCALARS = (str, bool, int, float, Path, datetime, date, time)
 
 MAX_FILE_NAME_BYTES = 255
@@ -193,13 +179,6 @@ def _structure_choice(value: Any, kind: Any) -> Any:
     raise MismatchError(value, kind)
 
 
-def pair_toml_values_with_choices(kind: Any) -> list[tuple[Any, Any]]:
-    """Return Enum members or Literal choices as (TOML value, member)."""
-    if _is_literal(kind):
-        return [(choice, choice) for choice in typing.get_args(kind)]
-    return [(member.value, member) for member in kind]
-
-
 def _make_array_hook(kind: Any, converter: Converter) -> Hook:
     items = list_structure_factory(kind if typing.get_args(kind) else list, converter)
     return _make_container_hook(
@@ -232,11 +211,3 @@ def _get_origin_or_type(kind: Any) -> Any:
 
 def _is_variable_length_array(kind: Any) -> bool:
     return _get_origin_or_type(kind) in (list, Sequence) or kind is tuple or typing.get_args(kind)[1:] == (...,)
-
-
-def _is_literal(kind: Any) -> bool:
-    return typing.get_origin(kind) is Literal
-
-
-def is_choice(kind: Any) -> bool:
-    return _is_literal(kind) or (isinstance(kind, type) and issubclass(kind, Enum))

@@ -126,7 +126,7 @@ def plan_copies(state: NodeState, pool: Pool, *, type_check: bool = True) -> tup
 
 def _plan_tensor_copy(path: tuple[Any, ...], tensor: Tensor, copies: dict[Any, Copy]) -> Any:
     """
-    Return a tensor's copy, without memory, and add it to `copies`, by the memory that it views.
+    Return a tensor's copy, without memory, and add it to `copies`, by its memory.
 
     A wrapper subclass such as DTensor is rebuilt around the copies of its parts.
     """

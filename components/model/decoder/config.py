@@ -109,13 +109,13 @@ class DecoderConfig:
     """Factor of outputs that are added to the residual stream."""
 
     embedding_multiplier = 1.0
-    """Factor of embeddings."""
+    """Embedding factor."""
 
     rounds_embedding_multiplier = False
-    """Whether the factor of embeddings is rounded to their dtype."""
+    """Whether the embedding factor is rounded to the embeddings' dtype."""
 
     logit_multiplier = 1.0
-    """Factor of logits."""
+    """Logit factor."""
 
     partial_rotary_factor = 1.0
     """Part of the channels of a head that rotary positions rotate."""

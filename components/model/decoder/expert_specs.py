@@ -1,4 +1,4 @@
-"""Specifications of experts, with their activation and router."""
+"""Specifications for experts, with their activation and router."""
 
 from typing import ClassVar, Literal
 

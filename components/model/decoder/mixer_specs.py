@@ -1,4 +1,4 @@
-"""Specifications of layers' parts that few families have: mixers, gates by layer, and hyper-connections."""
+"""Specifications for rare parts in layers: mixers, gates by layer, and hyper-connections."""
 
 from collections import Counter
 from collections.abc import Mapping

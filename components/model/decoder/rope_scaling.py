@@ -1,4 +1,4 @@
-"""Scaled rotary positions: the kernels' form of a setting, its faults, and factors of attention scores."""
+"""Scaled rotary positions: a setting's form in kernels, its faults, and attention's factors."""
 
 import math
 from collections.abc import Iterator

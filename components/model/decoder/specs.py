@@ -1,4 +1,4 @@
-"""Specifications of the parts that most layers have, attention and feed-forward networks, and their context."""
+"""Specifications for common parts in layers, attention and feed-forward networks, and a layer's context."""
 
 from collections.abc import Mapping
 from pkgutil import resolve_name
