@@ -142,7 +142,8 @@ class ProgramExecutor:
             runner.before_action = self.mesh.world.raise_if_broken
         runner.run(training.features)
         self.stages.move_gradients_to_masters()
-        self._write_empty_losses_if_missing(state)
+        if not state.microbatches_present(LOSSES):
+            self._write_empty_losses(state)
 
     def rerun_passes_for_comparison(self, state: StepState) -> None:
         with mark_as_recomputation():
@@ -157,13 +158,13 @@ class ProgramExecutor:
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._features)
-        self._write_empty_losses_if_missing(state)
-
-    def _write_empty_losses_if_missing(self, state: StepState) -> None:
-        """Write empty losses if this rank computed none: it lacks the last stage, or the step has no microbatches."""
         if not state.microbatches_present(LOSSES):
-            none = torch.zeros(0, device=self.device.device)
-            state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
+            self._write_empty_losses(state)
+
+    def _write_empty_losses(self, state: StepState) -> None:
+        """Write empty losses, for a rank without the last stage, or a step without microbatches."""
+        none = torch.zeros(0, device=self.device.device)
+        state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
 
     def infer(self, tokens: Tensor, shared: BatchContext, finish: Finish = _compute_logits) -> Any:
         """
