@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
+from drawloom import Every
 from drawloom.ports import (
     Batching,
+    DescribedStages,
     LanguageModel,
     LayerRange,
     Model,
     PackedDataset,
+    ValidationData,
     count_steps_of_epochs,
 )
 
@@ -24,7 +27,8 @@ def iterate_header_lines(run: Any) -> Iterator[tuple[str, str]]:
     for model in run.models.values():
         with torch.device("meta"):
             whole = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
-        by_stages = (stages.describe_features(whole) for stages in run.stages.values() if stages.model is model)
+        described: Every[DescribedStages] = run.stages
+        by_stages = (stages.describe_features(whole) for stages in described.values() if stages.model is model)
         count = f"{sum(parameter.numel() for parameter in whole.parameters()):,} parameters"
         phrases = [*_describe_weight_dtypes(run), *chain.from_iterable(by_stages)]
         yield "model", ", ".join([*_list_architectures(model), count, *phrases])
@@ -34,8 +38,7 @@ def iterate_header_lines(run: Any) -> Iterator[tuple[str, str]]:
             f"{counter.rows_per_epoch:,} rows and {count_steps_of_epochs(1, counter):,} steps in an epoch"
             for counter in run.counters.values()
         )
-        counts = (validation.count_evaluated_and_total_rows() for validation in run.validation.values())
-        validation = (f"validation: {used:,} of {count:,} rows" for used, count in counts)
+        validation = map(_format_validation_row_counts, run.validation.values())
         # Estimate the training tokens without padding
         tokens = f"{round(rows.fill_rate('train') * rows.count_rows('train') * rows.length):,} tokens to learn from"
         yield "data", "; ".join([tokens, *epochs, *steps, *validation])
@@ -61,6 +64,12 @@ def _describe_device(run: Any) -> str:
     if device.type == "cpu":
         words.append(f"CPU threads{' of each' * (run.mesh.world.size > 1)}: {torch.get_num_threads()}")
     return ", ".join(words)
+
+
+def _format_validation_row_counts(validation: ValidationData) -> str:
+    """Return how many validation rows are used."""
+    used, count = validation.count_evaluated_and_total_rows()
+    return f"validation: {used:,} of {count:,} rows"
 
 
 def _describe_tokens_per_step(rows: PackedDataset, batching: Batching) -> str:

@@ -3,16 +3,16 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 692_373,
+    "tokens of the source": 692_095,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 13_140,
-    "code lines imported by run": 19_611,
-    "functions on the journey rate": 39,
-    "files on the journey rate": 20,
-    "functions on the journey batch": 146,
-    "files on the journey batch": 43,
-    "functions on the journey checkpoint": 124,
-    "files on the journey checkpoint": 40,
+    "code lines imported by check": 12_392,
+    "code lines imported by run": 19_177,
+    "functions on the journey rate": 36,
+    "files on the journey rate": 18,
+    "functions on the journey batch": 133,
+    "files on the journey batch": 41,
+    "functions on the journey checkpoint": 105,
+    "files on the journey checkpoint": 37,
 }
 """
 The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown six
