@@ -5,6 +5,7 @@ A component is an attrs class. A field whose type is a port is an edge; every ot
 """
 
 import inspect
+import re
 import typing
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,6 +18,10 @@ P = TypeVar("P")
 
 Impact = Literal["safe", "changes_training", "incompatible"]
 Check = Callable[[Any], str | None]
+
+# Lower case only, so that a name means the same file on case-insensitive file systems.
+NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
+"""Valid names of components: dotted, so that a name can only lead below the folder of its package."""
 
 
 def setting(

@@ -2,13 +2,22 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from drawloom.graph.component import Impact
 from drawloom.graph.problems import Problem
 
 LifecycleStage = Literal["build", "open", "close"]
 """A stage in the life of a built object."""
+
+
+class NodeTiming(NamedTuple):
+    """Time in seconds for building, opening or closing a node. `start` is a reading of the monotonic clock."""
+
+    node: str
+    stage: LifecycleStage
+    start: float
+    seconds: float
 
 
 @runtime_checkable

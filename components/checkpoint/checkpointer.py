@@ -133,9 +133,10 @@ class Checkpointer:
         """Save at the cadence, in the background if staging copies. At the last step, wait until the save is done."""
         self._saves.wait_if_done_on_all_ranks()
         if self.saves_after(step):
+            trains_on = not step.is_last and self.staging is not None and self.staging.makes_copies
             with exclude_from_rates(step, self.mesh, self.device.device):
                 self._saves.stage_and_start_write(step)
-                if step.is_last or not self._saves.is_in_background:
+                if not trains_on:
                     self._saves.wait_for_pending_save(required=step.is_last)
 
     def saves_after(self, step: Step) -> bool:

@@ -9,6 +9,7 @@ removed.
 import json
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -62,7 +63,7 @@ class CommitProtocol:
             run_on_rank0(self.group, lambda: create_clean_folder(temp))
             _, written = run_and_gather_on_all_ranks(
                 self.group,
-                lambda: write_files_of_rank(temp, rank, snapshot.tree, snapshot.wait_for_tensors()),
+                lambda: write_files_of_rank(temp, rank, snapshot),
                 to_json=lambda files: files,
             )
             run_on_rank0(self.group, lambda: self._merge_and_commit(temp, checkpoint, snapshot, written))
@@ -103,16 +104,18 @@ def create_clean_folder(temp: Path) -> None:
     temp.mkdir(exist_ok=True)
 
 
-def write_files_of_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+def write_files_of_rank(temp: Path, rank: int, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
     """
-    Write a rank's part; return Content fields by file name, as JSON.
+    Write a rank's part, after waiting for the copies; return FileDigest fields by file name, as JSON.
 
-    tensors: any shape, dtype and device, unchanged until the function returns. A tensor is copied only if it is not
-    contiguous or not on the CPU, one at a time in each of the WRITERS threads.
+    The snapshot's tensors (any shape, dtype and device) are unchanged until the function returns. A tensor is copied
+    only if it is not contiguous or not on the CPU, one at a time in each of the WRITERS threads.
     """
+    tensors = snapshot.tensors.result() if isinstance(snapshot.tensors, Future) else snapshot.tensors
     shards = split_tensors_into_files(rank, tensors)
     # lists the tensors of each file, so that readers need not open all files
-    text = json.dumps({"tensors": {name: [*shard] for name, shard in shards.items()}, "state": tree}, allow_nan=False)
+    tree = {"tensors": {name: [*shard] for name, shard in shards.items()}, "state": snapshot.tree}
+    text = json.dumps(tree, allow_nan=False)
     contents = {
         tree_file_name(rank): durable_files.create_file_with_content(temp / tree_file_name(rank), text.encode())
     }

@@ -55,10 +55,6 @@ class Retention:
         known = [(sign * number, step) for step, number in numbers.items() if number is not None]
         return {*steps[-self.keep :], *finite[-1:], *([max(known)[1]] if known else [])}
 
-    def steps_to_keep_forever(self, candidates: Mapping[int, Values]) -> set[int]:
-        """Return the steps that never expire."""
-        return {step for step in candidates if self.every is not None and step % self.every == 0}
-
     def remember_as_valid(self, checkpoint: Path, values: Values) -> None:
         """Record a valid checkpoint."""
         self._valid[checkpoint] = values
@@ -74,8 +70,8 @@ class Retention:
         while True:
             values = self._list_candidates(checkpoints, saved)
             temporary = self.steps_to_keep_for_now(values)
-            kept = temporary | self.steps_to_keep_forever(values)
-            expired = [checkpoints / f"step-{step}" for step in values if step not in kept]
+            expendable = [step for step in values if self.every is None or step % self.every]
+            expired = [checkpoints / f"step-{step}" for step in expendable if step not in temporary]
             replacements = [checkpoints / f"step-{step}" for step in values if step in temporary]
             unverified = [path for path in replacements if path not in self._valid]
             if not expired or not unverified:
@@ -192,11 +188,6 @@ class Saves:
         if self._pending is not None:
             wait([self._pending.done], CLOSE_TIMEOUT)
             self._pending = None
-
-    @property
-    def is_in_background(self) -> bool:
-        """Whether training continues during a write."""
-        return self.staging is not None and self.staging.makes_copies
 
     def list_steps_on_disk(self) -> list[int]:
         """Return the steps with a checkpoint, ascending, as rank 0 sees them."""

@@ -40,16 +40,16 @@ def slices_by_sharded_entry(node: Stateful) -> Mapping[str, TensorSlice | None] 
 
 @attrs.frozen
 class Snapshot:
-    """One rank's part of a checkpoint: a tree, its named tensors, their bytes, and the step's metrics."""
+    """
+    One rank's part of a checkpoint: a tree, its named tensors, their bytes, and the step's metrics.
+
+    `values` has None for metrics without a finite value, and for a skipped step's loss.
+    """
 
     tree: Tree
     tensors: dict[str, Tensor] | Future[dict[str, Tensor]]
     bytes: int
     values: dict[str, float | None]
-
-    def wait_for_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name, any shape and dtype, after waiting for all copies."""
-        return self.tensors.result() if isinstance(self.tensors, Future) else self.tensors
 
 
 @attrs.frozen
@@ -95,7 +95,10 @@ class ShardPlan:
         """
         tree, tensors = self._pack_states_of_rank({name: node.state_dict for name, node in states.items()})
         count = sum(tensor.nbytes for tensor in tensors.values())
-        return Snapshot(tree, tensors if stager is None else stager.stage(tensors), count, _collect_metrics(step))
+        values = {key: number if math.isfinite(number) else None for key, number in step.state.numbers().items()}
+        if values.get("skip"):
+            values["loss"] = None
+        return Snapshot(tree, tensors if stager is None else stager.stage(tensors), count, values)
 
     def forecast_bytes(self, states: Mapping[str, Stateful], growing: Mapping[str, GrowingState]) -> int:
         """Estimate this rank's checkpoint bytes once all state exists."""
@@ -118,12 +121,6 @@ class ShardPlan:
             elif self.rank == 0 or name in self.local:
                 own_part[name] = source()
         return pack_state(own_part)
-
-
-def _collect_metrics(step: Step) -> dict[str, float | None]:
-    """Return a step's metrics by name, with None for non-finite values; a skipped step has no loss."""
-    values = {name: number if math.isfinite(number) else None for name, number in step.state.numbers().items()}
-    return values | {"loss": None} if values.get("skip") else values
 
 
 def mark_slices(state: Any, tensor_slice: TensorSlice | None) -> Any:

@@ -38,7 +38,7 @@ def _parameter_names_of_layers(model: Model, span: LayerRange) -> list[str]:
 
 def layer_ranges_together_have_all_parameters(model: Model) -> None:
     """However the layers are partitioned, the parts have all the whole model's parameters, under the same names."""
-    whole = set(_parameter_names_of_layers(model, LayerRange(0, model.num_hidden_layers, True, True)))
+    whole = set(_parameter_names_of_layers(model, LayerRange.of_whole_model(model.num_hidden_layers)))
     for cut in range(1, model.num_hidden_layers):
         first = _parameter_names_of_layers(model, LayerRange(0, cut, True, False))
         last = _parameter_names_of_layers(model, LayerRange(cut, model.num_hidden_layers, False, True))
@@ -63,7 +63,7 @@ def initial_values_depend_only_on_name_shape_and_seed(one: Model, other: Model) 
     """Initial values are equal in all instances and slices, and differ with the seed."""
     with torch.device("meta"):
         shapes = {
-            name: p.shape for name, p in one.build(LayerRange(0, one.num_hidden_layers, True, True)).named_parameters()
+            name: p.shape for name, p in one.build(LayerRange.of_whole_model(one.num_hidden_layers)).named_parameters()
         }
     differ = False
     for name, shape in shapes.items():
@@ -83,7 +83,7 @@ def initial_values_depend_only_on_name_shape_and_seed(one: Model, other: Model) 
 
 def head_losses_agree_with_its_logits(model: LanguageModel) -> None:
     """`finish` gets hidden states and a head; the head's losses, means and chunks agree with its logits."""
-    module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
+    module = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
     for name, parameter in module.named_parameters():
         model.initialize_parameter(name, parameter.data, 1)
     tokens = torch.arange(10).reshape(2, 5) % model.vocab_size
@@ -109,7 +109,7 @@ def head_losses_agree_with_its_logits(model: LanguageModel) -> None:
 
 def hidden_states_of_cached_parts_equal_the_whole_texts(model: LanguageModel) -> None:
     """Hidden states for parts with a key-value cache, if the model uses it, equal the whole text's."""
-    module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
+    module = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
     for name, parameter in module.named_parameters():
         model.initialize_parameter(name, parameter.data, 1)
     tokens, positions = torch.arange(6)[None] % model.vocab_size, torch.arange(6)[None]

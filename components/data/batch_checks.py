@@ -15,11 +15,8 @@ def compute_row_digests(batch: Batch) -> list[str]:
     rows = batch.row_count
     tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
     contents = [(view_bytes(tensor), tensor.nbytes // rows) for tensor in tensors if rows]
-    return [_hash_content(b"".join(content[row * size :][:size] for content, size in contents)) for row in range(rows)]
-
-
-def _hash_content(content: bytes) -> str:
-    return blake2b(content, digest_size=8).hexdigest()
+    joined = (b"".join(content[row * size :][:size] for content, size in contents) for row in range(rows))
+    return [blake2b(content, digest_size=8).hexdigest() for content in joined]
 
 
 def hash_first_rows(numbers: Sequence[int], first: Batch) -> str:

@@ -1,9 +1,7 @@
 """Byte-level tokenizer: every UTF-8 byte is a token, and one more token ends a document."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -65,49 +63,7 @@ class Bytes:
         folder transformers may need more files, see `edit_config_to_use_tokenizer_json`.
         """
         from drawloom.components.data.auto_tokenizer import edit_config_to_use_tokenizer_json
+        from drawloom.components.data.bytes_files import write_tokenizer_files
 
-        _write_json(folder / "tokenizer.json", _make_tokenizer_json())
-        _write_json(folder / "tokenizer_config.json", _make_tokenizer_config())
+        write_tokenizer_files(folder, END_NAME, END)
         edit_config_to_use_tokenizer_json(folder)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write an object as indented JSON."""
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
-def _make_tokenizer_config() -> dict[str, Any]:
-    """Return the content for `tokenizer_config.json`."""
-    # without this cleanup setting, decoding would drop spaces before punctuation
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_NAME,
-        "split_special_tokens": True,
-        "clean_up_tokenization_spaces": False,
-    }
-
-
-def _make_tokenizer_json() -> dict[str, Any]:
-    """Return the content for `tokenizer.json`: a byte-pair encoding without merges, so every byte is a token."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    vocabulary = {character: byte for byte, character in enumerate(_list_gpt2_byte_characters())} | {END_NAME: END}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-    }
-
-
-def _list_gpt2_byte_characters() -> list[str]:
-    """
-    Return GPT-2's characters by byte: the byte itself if it is printable, otherwise the next character from U+0100.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    remapped = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(0x100 + remapped.index(byte)) for byte in range(256)]

@@ -15,7 +15,6 @@ from drawloom.components.distributed.mesh_layout import (
     Layout,
     MeshView,
     describe_expert_fault_and_remedy,
-    resolve_layout,
 )
 from drawloom.ports import DIMENSIONS, Group, P2PChannel, Processes
 
@@ -78,6 +77,8 @@ class RankMesh(MeshView):
 
     def open(self) -> None:
         """Make the process groups. Raises UserError, before any communication, if the world size does not fit."""
+        from drawloom.components.distributed.mesh_sizes import resolve_layout  # a check knows no processes
+
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
         if self.processes.generation:
             settings["data_replicate"] = "auto"

@@ -6,13 +6,13 @@ expert_shard, expert) instead of (data_replicate, data_shard, context, tensor).
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import attrs
 import numpy as np
 
-from drawloom import UserError
 from drawloom.ports import DIMENSIONS, Group, P2PChannel, PerDimension
 
 EXPERT_DIVIDES = DIMENSIONS[1:]
@@ -88,7 +88,7 @@ class MeshView:
         """Return no channels, as in a mesh without processes."""
         return {}
 
-    @property
+    @cached_property
     def world(self) -> Group:
         return self.group(*DIMENSIONS)
 
@@ -152,43 +152,6 @@ def _unravel_rank(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     return dict(zip(sizes, map(int, indices), strict=True))
 
 
-def format_launch_hint(ranks: int) -> str:
-    """Return a hint with the command for this many processes."""
-    return f"start it with `drawloom launch --nproc-per-node {ranks} run RECIPE`"
-
-
-def resolve_layout(
-    sizes: Mapping[str, int | str], expert: int, world_size: int, remedy: Callable[[int], str] = format_launch_hint
-) -> Layout:
-    """
-    Return the layout for `world_size` ranks; an "auto" dimension's size is `world_size` divided by the other sizes.
-
-    If data_shard is "auto", an "auto" data_replicate is 1.
-
-    Raises UserError if the sizes do not fit, with the `remedy` for a fitting rank count.
-    """
-    if sizes["data_shard"] == sizes["data_replicate"] == "auto":
-        sizes = {**sizes, "data_replicate": 1}
-    fixed = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    product = math.prod(fixed.values())
-    if len(fixed) < len(sizes) and world_size % product:
-        raise UserError(
-            f"the mesh needs a multiple of {_format_sizes(fixed)} = {product} processes, and there are {world_size}; "
-            f"{remedy(product)}",
-            exit_code=2,
-        )
-    if len(fixed) == len(sizes) and product != world_size:
-        raise UserError(
-            f"the mesh {_format_sizes(fixed)} = {product} needs {product} processes, and there are {world_size}; "
-            f"{remedy(product)}",
-            exit_code=2,
-        )
-    layout = Layout({name: size if isinstance(size, int) else world_size // product for name, size in sizes.items()})
-    if fault := describe_expert_fault_and_remedy(layout.sizes, expert):
-        raise UserError("; ".join(fault), exit_code=2)
-    return attrs.evolve(layout, expert=expert)
-
-
 def describe_expert_fault_and_remedy(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | None:
     """Return the reason why `expert` does not fit a mesh with these sizes, and the remedy; None if it fits."""
     if "auto" in (sizes["data_replicate"], sizes["data_shard"]):  # some number of ranks fits
@@ -199,8 +162,3 @@ def describe_expert_fault_and_remedy(sizes: Mapping[str, Any], expert: int) -> t
     divisors = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
     text = f"expert = {expert} does not divide {' × '.join(EXPERT_DIVIDES)} = {ranks}"
     return text, f"write {'one of ' if ranks > 1 else ''}{', '.join(divisors)}"
-
-
-def _format_sizes(sizes: Mapping[str, int]) -> str:
-    """Return sizes such as `pipeline 2 × tensor 4`, for messages."""
-    return " × ".join(f"{name} {size}" for name, size in sizes.items())

@@ -7,36 +7,23 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.mesh_layout import Layout, MeshView, resolve_layout
-from drawloom.components.distributed.single_process import Done, HostMemory
+from drawloom.components.distributed.mesh_layout import Layout, MeshView
+from drawloom.components.distributed.mesh_sizes import resolve_layout
+from drawloom.components.distributed.single_process import Done, HostMemory, SingleProcess
 from drawloom.ports import DIMENSIONS, Pending, PerDimension, Settings, SymmetricMemory
 
 
 @attrs.frozen
-class PlannedGroup:
+class PlannedGroup(SingleProcess):
     """Group of imaginary ranks: collectives return meta tensors unchanged, or empty tensors with the right shape."""
 
     ranks: tuple[int, ...]
     rank: int
-    device: ClassVar[torch.device] = torch.device("meta")
-    may_break: ClassVar[bool] = False
+    device = torch.device("meta")
 
     @property
-    def size(self) -> int:
+    def size(self) -> int:  # type: ignore[override]
         return len(self.ranks)
-
-    def sum(self, tensor: Tensor) -> None:
-        """Leave a tensor (any shape) unchanged."""
-
-    def start_sum(self, tensor: Tensor) -> Pending:
-        """Leave a tensor (any shape) unchanged."""
-        return Done()
-
-    def max(self, tensor: Tensor) -> None:
-        """Leave a tensor (any shape) unchanged."""
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Leave a tensor (any shape) unchanged."""
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return the value once per rank."""
@@ -46,10 +33,6 @@ class PlannedGroup:
         """Return an empty tensor (size, ...) for a tensor (...)."""
         return tensor.new_empty(self.size, *tensor.shape)
 
-    def start_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
-        """Return an empty tensor (size, ...) for a tensor (...)."""
-        return self.gather(tensor), Done()
-
     def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return empty tensors with this tensor's shape (...)."""
         return [torch.empty_like(tensor)] * self.size
@@ -58,10 +41,6 @@ class PlannedGroup:
         """Return an empty tensor (...) for parts (size, ...)."""
         return torch.empty_like(parts[0])
 
-    def start_reduce_scatter(self, parts: Tensor) -> tuple[Tensor, Pending]:
-        """Return an empty tensor (...) for parts (size, ...)."""
-        return self.reduce_scatter(parts), Done()
-
     def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> Pending:
         """Leave the tensors (any shape) unchanged."""
         return Done()
@@ -69,12 +48,6 @@ class PlannedGroup:
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Return an empty tensor (sum(received), ...) for rows (sum(sent), ...)."""
         return rows.new_empty(sum(received), *rows.shape[1:])
-
-    def raise_if_broken(self) -> None:
-        """Return at once."""
-
-    def wait_and_raise_if_broken(self) -> None:
-        """Return at once."""
 
     def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
         """Return `size` bytes on the meta device."""

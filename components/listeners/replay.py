@@ -196,7 +196,8 @@ class Replay:
         """Record a digest of a layer's output in the first forward pass; of the last layer's also the gradient's."""
         name = f"the output of {layer}"
         if (digests := self._get_digests_to_record_into(name)) is not None:
-            digests[name] = _hash_tensors(output)
+            tensors = (leaf for leaf in list_leaves(output) if isinstance(leaf, Tensor))
+            digests[name] = ",".join(map(hash_tensor_bytes, tensors))
             if is_last:
                 _record_gradient_digest_in_backward(digests, f"{BACKWARD} of the output of {layer}", output)
 
@@ -319,11 +320,6 @@ def _record_gradient_digest_in_backward(digests: Digests, name: str, tree: Any) 
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaf.register_hook(record)  # type: ignore[no-untyped-call]
             return
-
-
-def _hash_tensors(tree: Any) -> str:
-    """Return one digest for all tensors in a tree."""
-    return ",".join(hash_tensor_bytes(leaf) for leaf in list_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _hash_first_microbatch_loss(state: StepState) -> Digests:

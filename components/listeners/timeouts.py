@@ -1,9 +1,7 @@
 """Timeouts for collectives and steps, longer for the first step and for saving; a hanging process exits."""
 
-import faulthandler
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, get_args
@@ -20,7 +18,6 @@ WATCHDOG_MARGIN = 2.0  # seconds after the collective timeout, so that a blocked
 GUARD_MARGIN = 10.0  # seconds after the watchdog, so that its report is complete when the guard kills this process
 SLOW_OPENING = 30.0  # seconds until a warning names a component that opens or closes
 BEFORE = "before the first step"
-REPORT_TIMEOUT = 5.0  # seconds for the message and the stacks, which may hang on the same disk as the run
 
 
 class _SignOfLife(logging.Handler):
@@ -186,33 +183,10 @@ class Timeouts:
 
     def _report_and_exit(self, _limit: float) -> None:
         """Report the hang, and exit, unless the run goes on without other ranks. Runs in the watchdog's thread."""
-        delay = self._describe_exceeded_limit()
-        survivable_delays: list[str] = []
-        words = delay, survivable_delays
-        reporter = threading.Thread(
-            target=self._write_stacks_and_report_hang, args=words, name="hang report", daemon=True
-        )
-        reporter.start()
-        reporter.join(REPORT_TIMEOUT)
-        if not survivable_delays:
+        from drawloom.components.listeners.hang_report import report_hang_and_must_exit
+
+        if report_hang_and_must_exit(self._describe_exceeded_limit(), self.folder, self.mesh, self.processes):
             self.exit(1)
-
-    def _write_stacks_and_report_hang(self, delay: str, survivable_delays: list[str]) -> None:
-        """
-        Write the threads' stacks to the rank's log, and report the hang with a diagnosis to all ranks.
-
-        Append the delay to `survivable_delays` if this process need not end.
-        """
-        from drawloom.components.listeners.log_handlers import open_log_for_appending, prepare_rank_log_path
-
-        path = prepare_rank_log_path(self.folder, self.mesh)
-        rank = self.mesh.world.rank
-        with open_log_for_appending(path) as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-        diagnosis = self.processes.diagnose_hang()
-        why = f"; {diagnosis}" if diagnosis else ""
-        if not self.processes.fail_ranks_and_must_exit(f"rank {rank} hangs: {delay}{why}; stacks are in {path}"):
-            survivable_delays.append(delay)
 
 
 def set_guard_limit(seconds: float | None, text: str = "") -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
@@ -56,7 +57,8 @@ class PhaseTimes(Metric):
                 self._marks, self._goes_back = [], False
             return
         self._phase = event.phase or self._phase
-        part = {"data_loaded": DATA, "phase_ended": self._classify_phase(event.phase)}.get(event.kind, OTHER)
+        ended = self._part_by_phase.get(event.phase, event.phase)
+        part = {"data_loaded": DATA, "phase_ended": ended}.get(event.kind, OTHER)
         self._marks.append((part, mark_time(self.device.device, self.clock)))
 
     def measure_on_rank(self, step: Step) -> MetricTotals:
@@ -78,14 +80,16 @@ class PhaseTimes(Metric):
             times["excluded"] = step.interval.excluded_seconds
         return {f"seconds/{name}": seconds for name, seconds in times.items()}
 
-    def _classify_phase(self, phase_name: str) -> str:
-        """Return `forward_backward`, `sync` or `update` by a phase's declared values; otherwise the phase's name."""
-        if phase_name not in self.phases:
-            return phase_name
-        flow = find_declared_reads_and_writes(self.phases[phase_name])
-        if "local_gradients" in flow.writes:
-            return PASSES
-        if "gradients" in flow.writes:
-            return SYNC
-        changed = {*flow.writes, *flow.changes}
-        return UPDATE if changed & {"gradients", "weights", "lr_factor"} else phase_name
+    @cached_property
+    def _part_by_phase(self) -> dict[str, str]:
+        """`forward_backward`, `sync` or `update` by phases' names, from their declared values."""
+        parts = {}
+        for name, phase in self.phases.items():
+            flow = find_declared_reads_and_writes(phase)
+            if "local_gradients" in flow.writes:
+                parts[name] = PASSES
+            elif "gradients" in flow.writes:
+                parts[name] = SYNC
+            elif {*flow.writes, *flow.changes} & {"gradients", "weights", "lr_factor"}:
+                parts[name] = UPDATE
+        return parts

@@ -1,7 +1,5 @@
 """The component `model.gemma3`: Gemma 3 for text (Gemma team 2025, arXiv 2503.19786)."""
 
-import torch
-
 from drawloom import above, component, setting
 from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
@@ -27,6 +25,7 @@ class GemmaConfig(RopeByTypeConfig):
     qk_norm = "head"
     activation = "gelu_tanh"
     sliding_theta_key = "rope_local_base_freq"
+    rounds_embedding_multiplier = True  # as in transformers
 
     tie_word_embeddings: bool = True
     rope_local_base_freq: float = training_setting(
@@ -34,9 +33,9 @@ class GemmaConfig(RopeByTypeConfig):
     )
     attention_bias: bool = setting(ATTENTION_BIAS, default=False)
 
-    def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
-        # transformers rounds the factor to the embedding's dtype.
-        return torch.tensor(self.hidden_size**0.5, device="cpu").to(dtype).item()
+    @property
+    def embedding_multiplier(self) -> float:  # type: ignore[override]
+        return float(self.hidden_size**0.5)
 
     def norms_of(self, layer: int) -> tuple[Norms, Norms]:
         mlp = "pre_feedforward_layernorm", "post_feedforward_layernorm"

@@ -4,7 +4,6 @@ from functools import cached_property
 from typing import Any
 
 import attrs
-import torch
 
 from drawloom import above, component
 from drawloom.components.model.declarations import (
@@ -33,11 +32,8 @@ class GraniteConfig(LlamaConfig):
         return self.attention_multiplier
 
     @property
-    def logit_multiplier(self) -> float:
+    def logit_multiplier(self) -> float:  # type: ignore[override]
         return 1 / self.logits_scaling
-
-    def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
-        return self.embedding_multiplier
 
 
 @component(impact="incompatible")

@@ -19,7 +19,7 @@ from drawloom.components.model.declarations import (
     training_setting,
 )
 from drawloom.components.model.decoder.layer_types import DeltaConfig
-from drawloom.components.model.decoder.specs import (
+from drawloom.components.model.decoder.mixer_specs import (
     ChannelDeltaSpec,
     ConnectedBranch,
     ConnectionSpec,

@@ -4,17 +4,64 @@ Vocabulary splits: separate parameters for some token ids' rows in embedding and
 The rows can be trained while a pretrained model's table stays frozen. In files, table and rows are one tensor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 
+import attrs
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
-from drawloom.components.model.new_tokens import NewTokenSplit
 from drawloom.ports import TABLE_ROLE, Head, Mapper, Role, TensorGroup
 
 LAYERS = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
+
+
+@attrs.frozen
+class NewTokenSplit:
+    """
+    Vocabulary split: token ids from `first` on have separate rows, the others a table with `rows` rows.
+
+    `sizes` maps parameter names to counts of consecutive ids, in id order. The table may contain unused rows for these
+    ids, or end before them.
+    """
+
+    first: int
+    sizes: Mapping[str, int]
+    rows: int
+
+    @property
+    def id_after_new_tokens(self) -> int:
+        """The id after the last one with a separate row."""
+        return self.first + sum(self.sizes.values())
+
+    @property
+    def id_count(self) -> int:
+        """The number of token ids."""
+        return max(self.rows, self.id_after_new_tokens)
+
+    def new_id_ranges(self) -> Iterator[tuple[str, range]]:
+        """Yield every parameter name in `sizes` with its new ids."""
+        ends = accumulate(self.sizes.values(), initial=self.first)
+        yield from ((name, range(end, end + size)) for (name, size), end in zip(self.sizes.items(), ends, strict=False))
+
+    def join_rows(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Join the table (rows, hidden_size) and the separate rows to one table (size, hidden_size)."""
+        table, *new = tensors
+        return [torch.cat([table[: self.first], *new, table[self.id_after_new_tokens :]])]
+
+    def split_rows(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """
+        Return the table (rows, hidden_size) and copies of its rows for the separate parameters.
+
+        Missing rows become the mean of the rows before `first`, so that new tokens begin as likely as others.
+        """
+        (table,) = tensors
+        known = table[self.first : self.id_after_new_tokens]
+        mean = table[: self.first].to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)
+        missing = mean.to(table.dtype).expand(self.id_after_new_tokens - self.first - len(known), -1)
+        return [table, *torch.split(torch.cat([known, missing]), [*self.sizes.values()])]
 
 
 class SplitEmbedding(Embedding):

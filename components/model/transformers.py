@@ -165,7 +165,7 @@ class Transformers(FolderModel):
         return find_float32_patterns(self._meta_model)
 
     def forward_flops(self, span: LayerRange | None = None) -> ForwardFlops:
-        span = span or LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
+        span = span or LayerRange.of_whole_model(self.num_hidden_layers)
         module = self._build_on_meta(span)
         shapes = dict(module.named_parameters())
         by_parameter = {
@@ -217,4 +217,4 @@ class Transformers(FolderModel):
     def _build_on_meta(self, span: LayerRange | None = None) -> nn.Module:
         """Build drawloom's module for a span, or for the whole model, on the meta device."""
         with torch.device("meta"):
-            return self.build(span or LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
+            return self.build(span or LayerRange.of_whole_model(self.num_hidden_layers))

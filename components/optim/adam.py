@@ -15,4 +15,14 @@ class Adam(AdamSettings):
     )
 
     def _create_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(self._create_torch_param_groups(), fused=True, **self._options())]
+        return [
+            torch.optim.Adam(
+                self._create_torch_param_groups(),
+                lr=self.lr,
+                betas=self.betas,
+                eps=self.eps,
+                amsgrad=self.amsgrad,
+                maximize=self.maximize,
+                fused=True,
+            )
+        ]

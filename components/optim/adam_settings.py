@@ -1,7 +1,6 @@
 """Common settings for `optim.adam` and `optim.adamw`."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from drawloom import above, setting
 from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, AMSGRAD_MOMENTS
@@ -36,8 +35,3 @@ class AdamSettings(TorchOptimizer):
         """Return the two running means' names, and with `amsgrad` the largest one's."""
         names = AMSGRAD_MOMENTS if self.amsgrad else ADAM_MOMENTS
         return {name: names for name, _ in self.parameters.named_parameters()}
-
-    def _options(self) -> dict[str, Any]:
-        """Return torch's options with the same names; weight decay is a parameter group option."""
-        names = ("lr", "betas", "eps", "amsgrad", "maximize")
-        return {name: getattr(self, name) for name in names}

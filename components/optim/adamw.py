@@ -6,7 +6,7 @@ import torch
 
 from drawloom import at_least, component, setting
 from drawloom.components.optim.adam_settings import AdamSettings
-from drawloom.components.optim.parameter_groups import create_param_groups, find_betas_fault
+from drawloom.components.optim.parameter_groups import find_betas_fault
 from drawloom.components.optim.torch_optimizer import create_fastest_adamw
 
 
@@ -25,5 +25,13 @@ class AdamW(AdamSettings):
     weight_decay: float = setting("decoupled weight decay coefficient", default=0.1, check=at_least(0))
 
     def _create_optimizers(self) -> list[torch.optim.Optimizer]:
-        groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, self.eps)
-        return [create_fastest_adamw(groups, **self._options())]
+        return [
+            create_fastest_adamw(
+                self._create_torch_param_groups(self.eps),
+                lr=self.lr,
+                betas=self.betas,
+                eps=self.eps,
+                amsgrad=self.amsgrad,
+                maximize=self.maximize,
+            )
+        ]

@@ -17,13 +17,8 @@ from torch import Tensor, nn
 
 from drawloom import above, at_least, between, component, setting
 from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, WideGradientStep
-from drawloom.components.optim.parameter_groups import (
-    AdamGroup,
-    agree_on_group_indices,
-    create_param_groups,
-    find_betas_fault,
-    find_targets_fault,
-)
+from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault, find_targets_fault
+from drawloom.components.optim.torch_groups import agree_on_group_indices
 from drawloom.components.optim.torch_optimizer import TorchOptimizer, create_fastest_adamw
 from drawloom.ports import Group, Mesh, Parameters, TensorSlice, get_or_create_gradient
 
@@ -299,7 +294,7 @@ class Muon(TorchOptimizer):
     def _create_optimizers(self) -> list[torch.optim.Optimizer]:
         """Create both optimizers, and plan which rank orthogonalises which matrices. A collective."""
         chosen = self._find_muon_matrices()
-        groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, self.eps)
+        groups = self._create_torch_param_groups(self.eps)
         muon_groups, adamw_groups = (
             [group | {"params": [part for part in group["params"] if (part in chosen) == wanted]} for group in groups]
             for wanted in (True, False)

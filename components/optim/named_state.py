@@ -13,12 +13,6 @@ from drawloom.ports import NodeState
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def collect_state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> NodeState:
-    """Return the optimizer state by parameter name; {} before the parameter's first gradient."""
-    states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
-    return {name: dict(states.get(parameter, {})) for name, parameter in named}
-
-
 def load_named_state(
     optimizers: Sequence[torch.optim.Optimizer],
     named: Named,

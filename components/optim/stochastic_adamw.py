@@ -13,13 +13,9 @@ from torch import Tensor, nn
 from drawloom import NodeView, Problem, UserError, above, at_least, component, internal, setting
 from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.optim.host_states import HostStates
-from drawloom.components.optim.parameter_groups import (
-    AdamGroup,
-    create_param_groups,
-    find_betas_fault,
-    warn_unmatched_patterns,
-)
+from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault, warn_unmatched_patterns
 from drawloom.components.optim.streamed_states import Slots, StreamedStep, allocate_state_in_host_memory
+from drawloom.components.optim.torch_groups import create_param_groups
 from drawloom.kernels.adamw.eager import (
     ALL,
     BLOCK,
@@ -157,7 +153,8 @@ class StochasticAdamW(HostStates):
             for parameter in group["params"]:
                 kind = parameter in streamed_parameters, group["lr_multiplier"], betas, eps
                 kinds.setdefault(kind, []).append(parameter)
-        resident, states = self._choose_stepper_class(), self._states_by_parameter()
+        resident = self._choose_stepper_class()
+        states = {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
         streamed = self._make_streamed_stepper_factory(resident, on_host)
         for (is_streamed, lr_multiplier, betas, eps), parts in kinds.items():
             stepper = (streamed if is_streamed else resident)([states[part] for part in parts], self.maximize)
@@ -244,9 +241,6 @@ class StochasticAdamW(HostStates):
         slots = Slots(self._transfers, self.device.device, self._compute_slot_bytes(on_host))
         slots.allocate_slots()
         return partial(StreamedStep, implementation, slots)
-
-    def _states_by_parameter(self) -> dict[nn.Parameter, ParamState]:
-        return {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
 
     def _wait_and_count_unskipped_steps(self) -> int:
         """Return the number of steps without the skipped ones, after waiting for the last step."""

@@ -13,7 +13,6 @@ from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, FactorStep, W
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
     ParameterGroup,
-    create_param_groups,
     find_unsupported_parametrization,
     warn_unmatched_patterns,
 )
@@ -53,13 +52,11 @@ def _fits_triton(parameter: nn.Parameter) -> bool:
 
 
 @contextmanager
-def _cast_wide_gradients_then_free(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _cast_gradients_then_free(wide: Sequence[nn.Parameter]) -> Iterator[None]:
     """Cast gradients to their parameters' dtypes."""
-    parameters = [part for group in optimizer.param_groups for part in group["params"]]
-    wide = [part for part in parameters if part.grad is not None and part.grad.dtype != part.dtype]
     dtypes = [part.grad_dtype for part in wide]
     for part in wide:
-        narrow, part.grad = part.grad.to(part.dtype), None
+        narrow, part.grad = part.grad.to(part.dtype), None  # type: ignore[union-attr]
         part.grad_dtype = part.dtype
         part.grad = narrow
     yield
@@ -176,7 +173,10 @@ class TorchOptimizer(HostStates):
         # torch's fused optimizers read the flag under this name, which GradScaler sets.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         # torch's fused optimizers require gradients in the dtype of the weights; ours do not.
-        with nullcontext() if isinstance(optimizer, WideGradientStep) else _cast_wide_gradients_then_free(optimizer):
+        groups = [] if isinstance(optimizer, WideGradientStep) else optimizer.param_groups
+        parts = [part for group in groups for part in group["params"]]
+        wide = [part for part in parts if part.grad is not None and part.grad.dtype != part.dtype]
+        with _cast_gradients_then_free(wide) if wide else nullcontext():
             self._step(optimizer)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -186,9 +186,11 @@ class TorchOptimizer(HostStates):
         else:
             optimizer.step()
 
-    def _create_torch_param_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups in torch's form."""
-        return create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
+    def _create_torch_param_groups(self, eps: float = 1.0) -> list[dict[str, Any]]:
+        """Return the parameter groups in torch's form, with scaled `eps`."""
+        from drawloom.components.optim.torch_groups import create_param_groups
+
+        return create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, eps)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.parameter_slices()
@@ -197,9 +199,9 @@ class TorchOptimizer(HostStates):
         """Return the optimizer's state by parameter name; tensors of any shape."""
         if self._transfers is not None:
             self._transfers.synchronize()
-        from drawloom.components.optim.named_state import collect_state_by_name
-
-        return collect_state_by_name(self._optimizers, self.parameters.named_parameters())
+        states = {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
+        # {} before a parameter's first gradient
+        return {name: dict(states.get(parameter, {})) for name, parameter in self.parameters.named_parameters()}
 
     def load_state_dict(self, state: NodeState) -> None:
         """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""

@@ -187,7 +187,10 @@ class ShardedModule:
         Experts are sharded over `expert_groups`, if there are some.
         """
         heads = find_untied_heads(module)
-        parts = [[block, *(_find_expert_modules(block) if expert_groups else [])] for block in blocks]
+        parts = [
+            [block, *(part for part in block.modules() if expert_groups and isinstance(part, ExpertParallel))]
+            for block in blocks
+        ]
         owners_by_part = _group_owners_by_part(module, [*heads, *chain(*parts)], unsharded)
 
         def create_unit(part: nn.Module) -> ShardUnit:
@@ -514,11 +517,6 @@ def _group_owners_by_part(
         own_parts = {part_of[owner] for owner, _ in places}
         grouped[own_parts.pop() if len(own_parts) == 1 else module][parameter] = places
     return grouped
-
-
-def _find_expert_modules(block: nn.Module) -> list[nn.Module]:
-    """Return the modules with experts inside a block."""
-    return [part for part in block.modules() if isinstance(part, ExpertParallel)]
 
 
 def find_unsharded_parameters(

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import attrs
 
 from drawloom import Every, NodeView, Problem, component
-from drawloom.components.phases.training_passes import run_passes_until_rows_fit
 from drawloom.ports import (
     STEP_SPECS,
     Event,
@@ -49,4 +48,9 @@ class ForwardBackward:
         self.events.emit(Event("data_loaded", step))
         step.state.clear_for_new_step(len(microbatches), STEP_SPECS)
         step.state["batches"] = microbatches
+        if not self.limits:
+            self.executor.run_forward_and_backward(step.state)
+            return
+        from drawloom.components.phases.training_passes import run_passes_until_rows_fit  # experts may lack room
+
         run_passes_until_rows_fit(step.state, self.executor, self.parameters, self.limits, self.observers)

@@ -114,7 +114,7 @@ class Report:
 
     def run_phase(self, step: Step) -> None:
         """Measure the step; at a process's first step, or after the run went back, rewind the trackers before."""
-        self._report_waiting_step()
+        self.flush()
         if self._first is None:
             properties = tomllib.loads(self.recipe.text)
             self._call_trackers_and_drop_failing(lambda tracker: _send_properties(tracker, properties))
@@ -141,15 +141,20 @@ class Report:
         self.mesh.world.wait_and_raise_if_broken()  # a wrong number would be tracked
         self._waiting = step
         if step.state.is_on_host or step.is_last or self.mesh.world.may_break:  # a lost rank would keep its numbers
-            self._report_waiting_step()
+            self.flush()
 
     def flush(self) -> None:
-        """Report a waiting step to the trackers; they flush their files themselves."""
-        self._report_waiting_step()
+        """Report a waiting step to the trackers, after waiting for its numbers; they flush their files themselves."""
+        from drawloom.components.phases.step_reports import wait_and_compute_measurements
+
+        with self._lock:
+            step, self._waiting = self._waiting, None
+            if step is not None:
+                self._track_and_log_step(step, wait_and_compute_measurements(self.metrics, step))
 
     def close(self) -> None:
         """Report a waiting step, the last one in a stopped run."""
-        self._report_waiting_step()
+        self.flush()
 
     def _report_initial_validation(self, step: Step) -> None:
         """Report the evaluation before the first step, as step 0."""
@@ -163,15 +168,6 @@ class Report:
             )
             if isinstance(self.every, int):
                 log.info("%s", format_step_line(Step(0, step.total), values), extra={"step_line": True})
-
-    def _report_waiting_step(self) -> None:
-        """Report the waiting step, if there is one, after waiting for its numbers."""
-        from drawloom.components.phases.step_reports import wait_and_compute_measurements
-
-        with self._lock:
-            step, self._waiting = self._waiting, None
-            if step is not None:
-                self._track_and_log_step(step, wait_and_compute_measurements(self.metrics, step))
 
     def _track_and_log_step(self, step: Step, measurements: "Measurements") -> None:
         """Send a step to the trackers, and log its line or why it was skipped."""

@@ -1,8 +1,4 @@
-"""
-Executor for schedules: runs a program on this rank's stages; on one rank, this is the plain training loop.
-
-Batches are copied to a GPU while it computes.
-"""
+"""Executor for schedules: runs a program on this rank's stages; on one rank, this is the plain training loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
@@ -16,7 +12,6 @@ from torch import Tensor
 from drawloom import NodeView, Problem, component, internal, wired
 from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.pipeline.program.builders import build_forward_only_program, build_program_with_neighbours
-from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.kernels.recompute.marks import mark_as_recomputation
 from drawloom.ports import (
     LOSSES,
@@ -55,45 +50,6 @@ from drawloom.ports import (
 if TYPE_CHECKING:
     from drawloom.components.parallel.context_part import ContextPart
     from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
-
-
-@attrs.define
-class Uploads:
-    """
-    Copier for tensor trees to a device, on its own stream.
-
-    The host issues a step while the GPU computes the previous step. A copy does not wait for the previous step's
-    kernels and ends before its own step begins, so neither the host nor the GPU waits for it. On a CPU nothing is
-    copied.
-    """
-
-    device: torch.device
-
-    def start_upload(self, tree: Any) -> Any:
-        """Return the tree on the device; later operations on the current stream wait for the copies."""
-        on_host = (isinstance(leaf, Tensor) and leaf.is_cpu for leaf in list_leaves(tree))
-        if self.device.type == "cpu" or not any(on_host):
-            return tree
-        with torch.cuda.stream(self._stream):
-            copies = map_leaves(self._start_leaf_copy, tree)
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._stream)
-        for leaf in list_leaves(copies):
-            if isinstance(leaf, Tensor):
-                # The copy stream must not reuse the memory of a leaf before the current stream has read it.
-                leaf.record_stream(current)
-        return copies
-
-    def _start_leaf_copy(self, leaf: Any) -> Any:
-        """Return a tensor's copy on the device, issued without waiting; other leaves stay."""
-        if not isinstance(leaf, Tensor) or not leaf.is_cpu:
-            return leaf
-        # From memory that is not pinned the driver copies twice, with the help of the host.
-        return leaf.contiguous().pin_memory().to(self.device, non_blocking=True)
-
-    @cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
 
 @attrs.frozen
@@ -186,7 +142,8 @@ class ProgramExecutor:
             runner.before_action = self.mesh.world.raise_if_broken
         runner.run(training.features)
         self.stages.move_gradients_to_masters()
-        self._write_empty_losses_if_missing(state)
+        if not state.microbatches_present(LOSSES):
+            self._write_empty_losses(state)
 
     def rerun_passes_for_comparison(self, state: StepState) -> None:
         with mark_as_recomputation():
@@ -201,13 +158,13 @@ class ProgramExecutor:
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._features)
-        self._write_empty_losses_if_missing(state)
-
-    def _write_empty_losses_if_missing(self, state: StepState) -> None:
-        """Write empty losses if this rank computed none: it lacks the last stage, or the step has no microbatches."""
         if not state.microbatches_present(LOSSES):
-            none = torch.zeros(0, device=self.device.device)
-            state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
+            self._write_empty_losses(state)
+
+    def _write_empty_losses(self, state: StepState) -> None:
+        """Write empty losses, for a rank without the last stage, or a step without microbatches."""
+        none = torch.zeros(0, device=self.device.device)
+        state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
 
     def infer(self, tokens: Tensor, shared: BatchContext, finish: Finish = _compute_logits) -> Any:
         """
@@ -231,8 +188,10 @@ class ProgramExecutor:
         `on_output` accepts a microbatch's number and its logits (rows, length, vocab_size) or `finish` result.
         """
         self.stages.cast_weights(only_if_changed=True)
-        upload = self._uploads.start_upload
-        inputs = [MicrobatchInputs(upload(tokens), upload(shared), finish=finish) for tokens, shared in microbatches]
+        inputs = [
+            MicrobatchInputs(self._upload(tokens), self._upload(shared), finish=finish)
+            for tokens, shared in microbatches
+        ]
         self._run_forward_in_inference_mode(inputs, on_output)
 
     def _run_forward_in_inference_mode(self, inputs: Microbatches, on_output: Callable[[int, Any], None]) -> None:
@@ -307,10 +266,10 @@ class ProgramExecutor:
                 from drawloom.components.parallel.context_part import ContextPart
 
                 part = ContextPart.for_rank(batch.length, self._context_group)
-                self._parts[batch.length] = part, self._uploads.start_upload(part)
+                self._parts[batch.length] = part, self._upload(part)
             host_part, part = self._parts[batch.length]
             batch = host_part.select_own_tokens(batch)
-        moved: Batch = self._uploads.start_upload(batch)
+        moved: Batch = self._upload(batch)
         inputs, shared = self.objective.inputs(moved)
         if whole_rows or part is not None:
             shared = attrs.evolve(shared, part=part, one_document_per_row=whole_rows)
@@ -326,8 +285,13 @@ class ProgramExecutor:
         return self.mesh.context_group
 
     @cached_property
-    def _uploads(self) -> Uploads:
-        return Uploads(self.device.device)
+    def _upload(self) -> Callable[[Any], Any]:
+        """Return the function that copies a tree of tensors to the device; on a CPU nothing is copied."""
+        if self.device.device.type == "cpu":
+            return lambda tree: tree
+        from drawloom.components.pipeline.runtime.uploads import Uploads
+
+        return Uploads(self.device.device).start_upload
 
     def _plan_training_and_compare_ranks(self, microbatches: int) -> _Training:
         """Return the plan for a step with this many microbatches; built once, and compared between ranks."""

@@ -132,7 +132,8 @@ def _measure_calibration_lines(device: torch.device, sizes: CalibrationSizes, se
     """Yield the calibration as TOML; values that are not measured, such as links between devices, are the table's."""
     known = find_gpu_model(torch.cuda.get_device_name(device)) if device.type == "cuda" else find_device_model("cpu")
     known = known or find_device_model("a100")
-    wide, *others = _list_dtypes_to_measure(device)
+    others = [torch.float32] if device.type == "cuda" else [torch.bfloat16, torch.float64]
+    wide = torch.bfloat16 if device.type == "cuda" else torch.float32  # also the dtype for attention
     speeds = _measure_speeds(device, sizes, wide, 3 * seconds)
     rates = {wide: speeds.products} | {
         dtype: _count_matrix_product_flops(sizes)
@@ -154,11 +155,6 @@ def _measure_calibration_lines(device: torch.device, sizes: CalibrationSizes, se
     yield f"memory = {_assume_reachable_bandwidth_fraction(device)}"
     yield f"launch = {launch:.4g}"
     yield f"host = {host:.4g}"
-
-
-def _list_dtypes_to_measure(device: torch.device) -> list[torch.dtype]:
-    """Return the dtypes whose matrix products are measured; the first is also the dtype for attention."""
-    return [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32, torch.bfloat16, torch.float64]
 
 
 def _measure_seconds_per_call(

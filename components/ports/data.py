@@ -60,29 +60,10 @@ class TokenBatch(Batch):
     padding: Tensor | None = leaf("tokens", default=None, kw_only=True)
 
     @classmethod
-    def from_numpy(
-        cls,
-        *,
-        tokens: np.ndarray,
-        targets: np.ndarray,
-        positions: np.ndarray,
-        document_ids: np.ndarray,
-        weights: np.ndarray,
-        reference: np.ndarray | None = None,
-        labels: np.ndarray | None = None,
-        padding: np.ndarray | None = None,
-    ) -> Self:
-        """Return a batch that shares memory with these arrays, (rows, length)."""
-        return cls(
-            tokens=torch.from_numpy(tokens),
-            targets=torch.from_numpy(targets),
-            positions=torch.from_numpy(positions),
-            document_ids=torch.from_numpy(document_ids),
-            weights=torch.from_numpy(weights),
-            reference=None if reference is None else torch.from_numpy(reference),
-            labels=None if labels is None else torch.from_numpy(labels),
-            padding=None if padding is None else torch.from_numpy(padding),
-        )
+    def from_numpy(cls, **arrays: np.ndarray | None) -> Self:
+        """Return a batch that shares memory with arrays (rows, length), by the names of its leaves."""
+        given = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
+        return cls(**given)
 
     @classmethod
     def make_meta_batch(cls, rows: int, length: int) -> Self:

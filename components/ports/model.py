@@ -202,6 +202,11 @@ class LayerRange:
     embedding: bool
     head: bool
 
+    @classmethod
+    def of_whole_model(cls, layers: int) -> "LayerRange":
+        """Return all layers, with the embedding and the head."""
+        return cls(0, layers, embedding=True, head=True)
+
 
 @attrs.frozen
 class HiddenStates:

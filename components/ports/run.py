@@ -245,15 +245,11 @@ def exclude_from_rates(step: Step, mesh: Mesh, device: torch.device) -> Iterator
 
     Without the collectives the time in which a slower rank still trains would be excluded, too.
     """
-    start = _mark_time_of_slowest_rank(mesh, device)
-    yield
-    step.excluded.append((start, _mark_time_of_slowest_rank(mesh, device)))
-
-
-def _mark_time_of_slowest_rank(mesh: Mesh, device: torch.device) -> Mark:
-    """Return the time at which the last rank calls this. A collective."""
     mesh.world.max(torch.zeros((), device=device))
-    return mark_time(device)
+    start = mark_time(device)
+    yield
+    mesh.world.max(torch.zeros((), device=device))
+    step.excluded.append((start, mark_time(device)))
 
 
 @port

@@ -186,7 +186,8 @@ class Subject:
         """
         project = Project.from_package("drawloom").with_imports(self.imports)
         common: dict[str, Any] = {"words": self.words, "overlays": self.overlays, "imports": self.imports}
-        is_recipe = self._is_recipe(project)
+        shipped = RecipeFolder(project.recipes).names
+        is_recipe = self.name in shipped or self.name.endswith(".toml") or Path(self.name).exists()
         if self.nodes and not is_recipe:
             raise UserError(f"--node needs a recipe, and {self.name} is a component; leave it out", 2)
         spec = None if is_recipe else project.registry.require(self.name)
@@ -217,11 +218,6 @@ class Subject:
             f"{self.name} does not fit into the smallest recipe: {[*reasons, 'no port of it has a place there'][0]}. "
             "Prove a recipe with it" + (f", such as {' or '.join(such)}" if such else ""),
             2,
-        )
-
-    def _is_recipe(self, project: Project) -> bool:
-        return (
-            self.name in RecipeFolder(project.recipes).names or self.name.endswith(".toml") or Path(self.name).exists()
         )
 
 

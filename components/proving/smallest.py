@@ -341,7 +341,7 @@ def _iterate_small_settings(settings: Settings, folder: Path) -> Iterator[tuple[
 def _write_random_weights(cls: Any, folder: Path) -> None:
     """Write weights for a model with the class and the config in the folder, as for a teacher, who needs some."""
     model = cls(kernels=None, path=folder, weights=False)
-    module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+    module = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
     for tensor in persistent_tensors(module).values():
         tensor.detach().normal_(float(tensor.ndim == 1), 0.2)  # around 1 in norms
     tensors = convert_tensors(model.hugging_face_mapper(), persistent_tensors(module))

@@ -74,11 +74,18 @@ def seed_generators(seed: int, rank: int) -> None:
 def read_generator_states() -> dict[str, Any]:
     """Return the process's generator states, as tensors and plain values."""
     version, words, gauss = random.getstate()
+    numpy: Any = np.random.get_state(legacy=False)
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        "numpy": _read_numpy_state(),
+        "numpy": {
+            "bit_generator": numpy["bit_generator"],
+            "words": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),  # torch has few operations for uint32
+            "position": int(numpy["state"]["pos"]),
+            "has_gauss": int(numpy["has_gauss"]),
+            "gauss": float(numpy["gauss"]),
+        },
     }
 
 
@@ -90,17 +97,6 @@ def set_generator_states(state: NodeState) -> None:
     np.random.set_state(_restore_numpy_arrays(state["numpy"]))
     if state["cuda"] is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _read_numpy_state() -> NodeState:
-    state: Any = np.random.get_state(legacy=False)
-    return {
-        "bit_generator": state["bit_generator"],
-        "words": torch.from_numpy(state["state"]["key"].astype(np.int64)),  # torch has few operations for uint32
-        "position": int(state["state"]["pos"]),
-        "has_gauss": int(state["has_gauss"]),
-        "gauss": float(state["gauss"]),
-    }
 
 
 def _restore_numpy_arrays(state: NodeState) -> dict[str, Any]:

@@ -82,8 +82,8 @@ class Signals:
 
         Several GPUs stop a step later, because the host would wait for this step's kernels to read the number.
         """
-        world = self.mesh.world
-        largest = torch.full((), self._received, dtype=torch.int64, device=world.device)
+        world, received = self.mesh.world, self._handlers.received if self._handlers else 0
+        largest = torch.full((), received, dtype=torch.int64, device=world.device)
         world.max(largest)
         copy = HostCopy.start({"signal": largest})
         earlier, self._copy = self._copy, copy
@@ -116,7 +116,3 @@ class Signals:
             yield
         finally:
             handlers.raises = False
-
-    @property
-    def _received(self) -> int:
-        return self._handlers.received if self._handlers else 0

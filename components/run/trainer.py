@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from drawloom import Every, NodeView, Ordered, Problem, above, at_least, component, internal, setting, wired
 from drawloom.components.distributed.rank_errors import RankError
 from drawloom.components.run.recipe_checks import check_training_recipe
-from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph.component import find_declared_reads_and_writes
 from drawloom.ports import (
     AfterRestore,
@@ -34,6 +33,9 @@ from drawloom.ports import (
     accepts_deferred_factors,
     count_steps_of_epochs,
 )
+
+if TYPE_CHECKING:
+    from drawloom.components.run.skipped_steps import SkippedSteps
 
 log = logging.getLogger("drawloom.run")
 
@@ -62,7 +64,6 @@ class Trainer:
         "number of skipped steps in a row that stops the run", default=100, impact="safe", check=at_least(1)
     )
 
-    _skipped: SkippedSteps = internal(attrs.Factory(lambda self: SkippedSteps(self.max_skipped_steps), takes_self=True))
     _total: int = internal(attrs.Factory(lambda self: self.steps or 0, takes_self=True))
     _last_step: int = internal(0)
     _end_reason: str = internal("")
@@ -221,6 +222,12 @@ class Trainer:
             self._save_and_stop(step, signal)
         if self.checkpointer:
             self.checkpointer.keep_in_memory_for_joiners(step)
+
+    @cached_property
+    def _skipped(self) -> "SkippedSteps":
+        from drawloom.components.run.skipped_steps import SkippedSteps  # a check counts none
+
+        return SkippedSteps(self.max_skipped_steps)
 
     @cached_property
     def _gradient_reader_names(self) -> set[str]:

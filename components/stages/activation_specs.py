@@ -44,7 +44,7 @@ class ActivationSpecs:
         previous, span = self.infer_stage_inputs(stage - 1, inputs, shared), self.spans[stage - 1]
         # Requested hidden states pass through all later stages, so that every stage returns something different.
         if self.layers_keep_shapes and not shared.hidden_states:
-            if stage > 1 and _has_layers(self.spans[stage - 2]):
+            if stage > 1 and self.spans[stage - 2].last > self.spans[stage - 2].first:  # it has layers
                 return previous
             span = attrs.evolve(span, last=min(span.last, span.first + 1))
         # Without a cache, because the pass would extend it.
@@ -52,10 +52,6 @@ class ActivationSpecs:
             if span not in self._modules:
                 self._modules[span] = self.build(span)
             return copy_tree_to_meta(self._modules[span](previous, copy_tree_to_meta(attrs.evolve(shared, cache=None))))
-
-
-def _has_layers(span: LayerRange) -> bool:
-    return span.last > span.first
 
 
 def _list_shapes_and_dtypes(tree: Any) -> Key:

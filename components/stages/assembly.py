@@ -209,7 +209,7 @@ class StageParameters:
     experts: Set[str]
     # Trained parameters of each stage, cached because a walk through modules takes milliseconds in every phase.
     _trained: list[dict[str, nn.Parameter]] = internal()
-    _named: dict[str, nn.Parameter] = internal()
+    named: dict[str, nn.Parameter] = internal()
 
     def __attrs_post_init__(self) -> None:
         """Collect the trained parameters."""
@@ -217,37 +217,33 @@ class StageParameters:
             {name: parameter for name, parameter in stage.named_masters_or_parameters() if parameter.requires_grad}
             for stage in self.stages
         ]
-        self._named = {name: parameter for trained in self._trained for name, parameter in trained.items()}
+        self.named = {name: parameter for trained in self._trained for name, parameter in trained.items()}
 
     def find_ranks_with_parameters(self) -> None:
         """Determine which other ranks have these parameters; a collective."""
         for dimension in self.dimensions:
-            dimension.exchange_replicated_parameter_names(self._named)
+            dimension.exchange_replicated_parameter_names(self.named)
 
     def roles(self) -> dict[str, Role]:
         """Return the trained parameters' roles, as the stages' modules declare them."""
         declared = {name: role for stage in self.stages for name, role in parameter_roles(stage.module)}
-        return {name: declared[name] for name in self._named}
+        return {name: declared[name] for name in self.named}
 
     def all_parameters(self) -> dict[str, nn.Parameter]:
         """Return the stages' parameters by name, including frozen ones."""
         return {name: parameter for stage in self.stages for name, parameter in stage.named_masters_or_parameters()}
 
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return all stages' trained parameters by name, without duplicates."""
-        return list(self._named.items())
-
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's owned parameters. Every model parameter is owned by exactly one rank."""
         shared = self._rank_parameters
         elsewhere = set[str]().union(*(dimension.list_copies_owned_elsewhere(shared) for dimension in self.dimensions))
-        return [(name, parameter) for name, parameter in self._named.items() if name not in elsewhere]
+        return [(name, parameter) for name, parameter in self.named.items() if name not in elsewhere]
 
     @property
     def _rank_parameters(self) -> RankParameters:
         """Return how this rank shares its parameters with other ranks, for mesh dimensions."""
         return RankParameters(
-            trained=self._named,
+            trained=self.named,
             split=self.splits.keys(),
             experts=self.experts,
             sharded=self.store.slices.keys(),
@@ -266,7 +262,7 @@ class StageParameters:
         """Return the bytes in parameters, buffers, masters and compute copies, and in a step's gradients."""
         modules = [stage.module for stage in self.stages]
         tensors = dict.fromkeys(tensor for module in modules for tensor in chain(module.parameters(), module.buffers()))
-        trained = sum(parameter.numel() for _, parameter in self.named_parameters())
+        trained = sum(parameter.numel() for parameter in self.named.values())
         return {
             **self.store.device_bytes(),
             "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.compute_copy_bytes,
@@ -290,7 +286,7 @@ class StageAssembly:
     """This rank's stages, built as the component's settings say; its attributes follow from `materialize`."""
 
     settings: Any  # the component, which imports this module
-    features: FeatureStack
+    features: FeatureStack = internal(attrs.Factory(lambda self: FeatureStack(self.settings.features), takes_self=True))
     local: list[Stage] = internal(factory=list)  # this rank's stages, in order
     store: "ParameterStore | ShardedStore" = internal(None)
     parameters: StageParameters = internal(None)

@@ -22,6 +22,7 @@ from drawloom.ports import (
     Recompute,
     Scorer,
     StageNodes,
+    check_exclusions,
     computes_both_gradients_at_once,
     embeds_on_every_rank,
 )
@@ -35,6 +36,13 @@ def find_stage_nodes(stages: NodeView) -> StageNodes | None:
     return StageNodes(
         stages=stages, mesh=mesh, model=stages.neighbour("model"), precision=stages.neighbour("precision")
     )
+
+
+def check_features(nodes: StageNodes) -> Iterator[Problem]:
+    """Yield the features' problems with the stages, and with nodes that they exclude."""
+    for feature in nodes.features:
+        yield from nodes.component_of(feature).check_stages(feature, nodes)
+        yield from check_exclusions(feature)
 
 
 def find_initial_folder(weights: Path | None, model: Model) -> Path | None:

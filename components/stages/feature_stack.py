@@ -1,12 +1,11 @@
-"""A rank's features, from the inside to the outside, with the checks and notes of their nodes."""
+"""A rank's features, from the inside to the outside."""
 
 from collections.abc import Iterator, MutableMapping, Sequence
 
 import attrs
 from torch import nn
 
-from drawloom import Problem
-from drawloom.ports import MemoryKind, NamePatterns, Precision, RankSlice, StageFeature, StageNodes, check_exclusions
+from drawloom.ports import MemoryKind, NamePatterns, Precision, RankSlice, StageFeature
 
 
 def _sort(features: Sequence[StageFeature]) -> list[StageFeature]:
@@ -63,16 +62,3 @@ class FeatureStack(StageFeature):
     def do_layers_keep_shapes(self) -> bool:
         """Whether no feature changes the shapes of hidden states between layers."""
         return all(feature.keeps_layer_shapes for feature in self.features)
-
-
-def check_features(nodes: StageNodes) -> Iterator[Problem]:
-    """Yield the features' problems with the stages, and with nodes that they exclude."""
-    for feature in nodes.features:
-        yield from nodes.component_of(feature).check_stages(feature, nodes)
-        yield from check_exclusions(feature)
-
-
-def describe_features(nodes: StageNodes) -> Iterator[str]:
-    """Yield the features' sentences for `explain`."""
-    for feature in nodes.features:
-        yield from nodes.component_of(feature).describe_stages(feature, nodes)

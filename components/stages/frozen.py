@@ -12,8 +12,8 @@ from torch import nn
 from drawloom import NodeView, Problem, UserError, component, internal, setting, wired
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import find_layer_conflicts
-from drawloom.components.stages.checks import check_initial_folder, find_stage_nodes
-from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
+from drawloom.components.stages.checks import check_features, check_initial_folder, find_stage_nodes
+from drawloom.components.stages.feature_stack import FeatureStack
 from drawloom.components.stages.materialized import FROZEN, MaterializedStages
 from drawloom.components.weights.token_ids import compare_folder_ids
 from drawloom.ports import (
@@ -95,6 +95,8 @@ class FrozenStages(PassFeature):
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
         """Yield the features' sentences for `explain`."""
+        from drawloom.components.stages.notes import describe_features
+
         if nodes := find_stage_nodes(node):
             yield from describe_features(nodes)
 

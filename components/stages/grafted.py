@@ -69,7 +69,7 @@ class GraftedParts(StageFeature):
         """Raise UserError if the folder does not have all other parts."""
         if self.folder is not None:
             with torch.device("meta"):
-                whole = self.model.build(LayerRange(0, self.model.num_hidden_layers, embedding=True, head=True))
+                whole = self.model.build(LayerRange.of_whole_model(self.model.num_hidden_layers))
             self.open_source(whole, self.find_new(whole))
 
     def change_initial_values(self, values: InitialValues) -> InitialValues:

@@ -154,8 +154,10 @@ class InitialValues:
         for name, parameter in module.named_parameters():
             if name.startswith(f"{LOSS}.") or name in in_adapters:
                 continue
-            local = get_local_slice(parameter) if is_dtensor(parameter) else parameter.data
-            tensor_slice = self._get_rank_slice(name, parameter)
+            local, shard = parameter.data, None
+            if is_dtensor(parameter):
+                local, shard = get_local_slice(parameter), get_tensor_slice(parameter)
+            tensor_slice = TensorSlice.compose(self.splits.get(name), shard)
             if (weight_format := formats.get(name)) is None:
                 drawn = local if local.device.type == self.device.type else torch.empty_like(local, device=self.device)
                 self.model.initialize_parameter(name, drawn, self.seed, tensor_slice)
@@ -172,12 +174,6 @@ class InitialValues:
         whole = torch.empty(shape, dtype=dtype, device=self.device)
         self.model.initialize_parameter(name, whole, self.seed, None)
         return whole
-
-    def _get_rank_slice(self, name: str, parameter: Tensor) -> TensorSlice | None:
-        """Return this rank's parameter slice; None for a whole parameter."""
-        return TensorSlice.compose(
-            self.splits.get(name), get_tensor_slice(parameter) if is_dtensor(parameter) else None
-        )
 
     def _fill_slice_with_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
         """Fill this rank's slice of an adapter's parameter (any shape) with normal values, the same for any ranks."""

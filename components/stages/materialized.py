@@ -15,6 +15,7 @@ from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.stages.checks import (
     check_adapter_folder,
     check_adapter_weights_have_adapters,
+    check_features,
     check_initial_folder,
     check_layer_costs_are_used,
     check_loss_is_not_module,
@@ -25,7 +26,6 @@ from drawloom.components.stages.checks import (
     warn_fused_split_backward,
     warn_narrowed_weights,
 )
-from drawloom.components.stages.feature_stack import FeatureStack, check_features
 from drawloom.ports import (
     Adapter,
     BatchContext,
@@ -194,7 +194,7 @@ class MaterializedStages:
         """The assembly of stages, which a check of the recipe does not import."""
         from drawloom.components.stages.assembly import StageAssembly
 
-        return StageAssembly(self, FeatureStack(self.features))
+        return StageAssembly(self)
 
     @property
     def builder(self) -> "StageBuilder":
@@ -205,7 +205,7 @@ class MaterializedStages:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all local stages' trained parameters, without duplicates; [] before `open`."""
-        return self._assembly.parameters.named_parameters() if self._assembly.parameters else []
+        return [*self._assembly.parameters.named.items()] if self._assembly.parameters else []
 
     def parameter_slices(self) -> dict[str, TensorSlice | None]:
         return {name: self._assembly.parameters.get_rank_slice(name) for name, _ in self.named_parameters()}

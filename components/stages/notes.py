@@ -7,8 +7,7 @@ from drawloom import NodeView, UserError
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import build_schedule_or_none
 from drawloom.components.stages.checks import build_program_or_none, find_stage_nodes
-from drawloom.components.stages.feature_stack import describe_features
-from drawloom.ports import OuterLayersSchedule, PartitioningSchedule, PerDimension, Recompute
+from drawloom.ports import OuterLayersSchedule, PartitioningSchedule, PerDimension, Recompute, StageNodes
 
 
 def describe_stages(node: NodeView) -> Iterator[str]:
@@ -21,6 +20,12 @@ def describe_stages(node: NodeView) -> Iterator[str]:
         schedule = node.neighbour("schedule")
         if schedule and nodes.model:
             yield from _describe_chosen_layer_partition(schedule, nodes.mesh, nodes.model)
+
+
+def describe_features(nodes: StageNodes) -> Iterator[str]:
+    """Yield the features' sentences for `explain`."""
+    for feature in nodes.features:
+        yield from nodes.component_of(feature).describe_stages(feature, nodes)
 
 
 def describe_recompute_policy(policy: Recompute) -> Iterator[str]:

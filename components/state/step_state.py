@@ -212,7 +212,12 @@ class StepState:
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers written in the global view by name: floats, and float tensors without dimensions."""
-        return {key: self.number(key) for key, value in self._written.items() if _is_float_or_scalar_tensor(value)}
+        names = [
+            key
+            for key, value in self._written.items()
+            if type(value) is float or (isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point())
+        ]
+        return {key: self.number(key) for key in names}
 
     def _iterate_tensors_on_device(self) -> Iterator[Tensor]:
         """Yield the tensors written in the global view that are not on the CPU."""
@@ -239,19 +244,6 @@ class StepState:
         return _call_with_error_location(
             f"[{key!r}]", partial(sharding.unshard_tree, shards, self._choose_spec(key, infer))
         )
-
-    def _read_microbatch_shard(self, key: str, index: int) -> Any:
-        """Return a value's shard for one microbatch; MissingStateError if it was not written."""
-        if index not in self.microbatches_present(key):
-            raise self._create_missing_error(key, [index], _describe_location(key, index))
-        return self._get_or_split_shards(key, index)[index]
-
-    def _write_shard(self, key: str, index: int, value: Any) -> None:
-        """Replace the shard of one microbatch; the others keep theirs."""
-        shards = self._get_or_split_shards(key, index)  # of the written value, before it is dropped
-        self._written.pop(key, None)
-        self._joined.pop(key, None)
-        shards[index] = _detach(value)
 
     def _get_or_split_shards(self, key: str, index: int) -> dict[int, Any]:
         """Return a value's shards, for an access by microbatch `index`; a global value is sharded first."""
@@ -294,10 +286,17 @@ class _MicrobatchView:
     _index: int
 
     def __getitem__(self, key: str) -> Any:
-        return self._state._read_microbatch_shard(key, self._index)
+        state, index = self._state, self._index
+        if key not in self:
+            raise state._create_missing_error(key, [index], _describe_location(key, index))
+        return state._get_or_split_shards(key, index)[index]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._state._write_shard(key, self._index, value)
+        state = self._state
+        shards = state._get_or_split_shards(key, self._index)  # of the written value, before it is dropped
+        state._written.pop(key, None)
+        state._joined.pop(key, None)
+        shards[self._index] = _detach(value)
 
     def __contains__(self, key: str) -> bool:
         return self._index in self._state.microbatches_present(key)
@@ -310,12 +309,6 @@ class _MicrobatchView:
 
 def _describe_location(key: str, index: int) -> str:
     return f"microbatch({index})[{key!r}]"
-
-
-def _is_float_or_scalar_tensor(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 0 and value.is_floating_point()
-    return type(value) is float
 
 
 def _detach(value: Any) -> Any:

@@ -27,7 +27,7 @@ def list_children(node: Any) -> list[tuple[Any, Any]] | None:
         return None  # checked first: most leaves are tensors, and pipelines walk a tree for every action
     if isinstance(node, dict):
         return list(node.items())
-    if type(node) in (list, tuple) or _is_named_tuple(node):
+    if type(node) in (list, tuple) or (isinstance(node, tuple) and hasattr(node, "_make")):
         return list(enumerate(node))
     if not isinstance(node, type) and (attrs.has(type(node)) or dataclasses.is_dataclass(node)):
         return [(name, getattr(node, name)) for name in _list_fields(node)]
@@ -50,8 +50,8 @@ def replace_children(node: Any, children: Sequence[Any]) -> Any:
     new = copy.copy(node)
     if isinstance(node, dict):
         new.update(zip(node, children, strict=True))
-    elif _is_named_tuple(node):
-        return node._make(children)
+    elif isinstance(node, tuple):
+        return node._make(children)  # type: ignore[attr-defined]
     else:
         for name, child in zip(_list_fields(node), children, strict=True):
             object.__setattr__(new, name, child)  # setattr would fail for frozen classes
@@ -88,10 +88,6 @@ def replace_leaves(tree: Any, values: Iterable[Any]) -> Any:
     """Return a copy of the tree whose leaves are these values, in order."""
     rest = iter(values)
     return map_leaves(lambda _: next(rest), tree)
-
-
-def _is_named_tuple(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_make")
 
 
 def _list_fields(node: Any) -> list[str]:

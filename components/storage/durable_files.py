@@ -155,19 +155,19 @@ class FileWriter:
     """
     Open file with writes at any offset; `name` is for errors.
 
-    A `sha256` stream hashes the bytes written in order from the file's start. They must not change until the file is
-    complete, because a thread hashes them later.
+    `sha256` hashes the bytes written in order from the file's start. They must not change until the file is complete,
+    because a thread hashes them later.
     """
 
     name: str
     descriptor: int
-    sha256: Sha256Stream | None = None
+    sha256: Sha256Stream
 
     def write_at(self, data: memoryview, offset: int) -> None:
         """Write all bytes at an offset."""
         for start in range(0, len(data), CHUNK):
             piece, position = data[start : start + CHUNK], offset + start
-            if self.sha256 is not None and position == self.sha256.size:
+            if position == self.sha256.size:
                 self.sha256.update(piece)
             while piece:  # pwrite may write fewer bytes
                 try:
@@ -175,12 +175,6 @@ class FileWriter:
                 except OSError as error:
                     raise _add_file_name(error, self.name) from error
                 piece, position = piece[count:], position + count
-
-    def finish_digest(self) -> FileDigest:
-        """Return size and SHA-256 for the bytes written in order from the start."""
-        if self.sha256 is None:
-            raise ValueError(f"{self.name} was opened without hashing, so it has no checksum")
-        return self.sha256.finish()
 
 
 @contextmanager
@@ -200,7 +194,7 @@ def create_file_with_content(path: Path, data: bytes) -> FileDigest:
     """Create a file with these bytes, and flush it to disk. Raises OSError if it exists."""
     with create_new_durable_file(path) as file:
         file.write_at(memoryview(data), 0)
-    return file.finish_digest()
+    return file.sha256.finish()
 
 
 def flush_to_disk(path: Path) -> None:

@@ -7,6 +7,7 @@ Digests are per block instead of per file, so a part can be read and verified al
 import hashlib
 import queue
 import threading
+from typing import Any
 
 import attrs
 
@@ -38,6 +39,7 @@ def hash_block(block: bytes | memoryview) -> str:
     return hashlib.sha256(block).hexdigest()
 
 
+@attrs.define(eq=False)
 class Sha256Stream:
     """
     Incremental hash; a thread starts at the first large piece, to hash while the disk is busy.
@@ -45,13 +47,13 @@ class Sha256Stream:
     A piece must not change before `finish`, which also ends the thread. `size` is the byte count so far.
     """
 
-    def __init__(self, block: int = BLOCK) -> None:
-        self.size = 0
-        self._block = block  # bytes
-        self._blocks: list[str] = []
-        self._hash, self._hashed = hashlib.sha256(), 0  # hash of the last block, and its bytes so far
-        self._pieces: queue.Queue[memoryview | None] = queue.Queue(AHEAD)
-        self._thread: threading.Thread | None = None
+    _block: int = BLOCK  # bytes
+    size: int = 0
+    _blocks: list[str] = attrs.field(factory=list)
+    _hash: Any = attrs.field(factory=hashlib.sha256)  # of the last block
+    _hashed: int = 0  # bytes in it
+    _pieces: queue.Queue[memoryview | None] = attrs.field(factory=lambda: queue.Queue(AHEAD))
+    _thread: threading.Thread | None = None
 
     def update(self, piece: memoryview) -> None:
         """Append a piece; the thread may hash it later."""

@@ -83,18 +83,19 @@ def list_dict_entries(tree: Tree) -> dict[str, Tree]:
     return content
 
 
+@attrs.define
 class _Packer:
     """Converter from a state to a JSON tree with names in place of tensors; `tensors` has the tensors by name."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._names: dict[Any, str] = {}
+    tensors: dict[str, Tensor] = attrs.field(factory=dict)
+    _names: dict[Any, str] = attrs.field(factory=dict)  # by the memory and layout of the tensors
 
     def pack(self, value: Any, path: tuple[Any, ...]) -> Tree:
         if isinstance(value, Tensor):
             return {"tensor": self._register_tensor(value.detach(), path)}
         if isinstance(value, SlicedTensor):
-            return _make_slice_leaf(self._register_tensor(value.tensor.detach(), path), value.tensor_slice)
+            name, part = self._register_tensor(value.tensor.detach(), path), attrs.asdict(value.tensor_slice)
+            return {"slice": {"tensor": name, **{key: [*numbers] for key, numbers in part.items()}}}
         if isinstance(value, dict):
             # JSON would convert other keys to strings.
             if wrong := [key for key in value if type(key) is not str]:
@@ -126,11 +127,6 @@ class _Packer:
             self._names[key] = name
             self.tensors[name] = tensor
         return self._names[key]
-
-
-def _make_slice_leaf(name: str, tensor_slice: TensorSlice) -> Tree:
-    """Return the leaf for a slice in the named tensor."""
-    return {"slice": {"tensor": name, **{key: [*part] for key, part in attrs.asdict(tensor_slice).items()}}}
 
 
 def _parse_slice(content: Mapping[str, Any]) -> TensorSlice:

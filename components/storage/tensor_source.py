@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import attrs
 import torch
@@ -39,7 +39,7 @@ class TensorSource(Protocol):
 def allocate_tensor_and_byte_view(spec: TensorSpec) -> tuple[Tensor, memoryview]:
     """Return an uninitialized CPU tensor with the spec's shape, and a writable view of its bytes."""
     memory = torch.empty(spec.bytes, dtype=torch.uint8)
-    return view_as_tensor(memory, spec), view_memory(memory)
+    return view_as_tensor(memory, spec), memory.numpy().data
 
 
 def view_as_tensor(memory: Tensor, spec: TensorSpec) -> Tensor:
@@ -51,7 +51,7 @@ def view_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes, any shape and dtype, in row-major order; copies only if necessary."""
     # lazily negated and conjugated tensors store other bytes than their values
     dense = tensor.detach().cpu().contiguous().resolve_neg().resolve_conj()
-    return view_memory(dense.view(-1).view(torch.uint8))
+    return dense.view(-1).view(torch.uint8).numpy().data
 
 
 def hash_tensor_bytes(tensor: Tensor) -> str:
@@ -62,9 +62,3 @@ def hash_tensor_bytes(tensor: Tensor) -> str:
 def hash_bytes(data: memoryview | bytes) -> str:
     """Return a digest of bytes: the first DIGITS of a SHA-256."""
     return hashlib.sha256(data).hexdigest()[:DIGITS]
-
-
-def view_memory(memory: Tensor) -> memoryview:
-    """View memory, uint8 (bytes,) on the CPU, as writable bytes."""
-    array: Any = memory.numpy()
-    return memoryview(array)

@@ -31,7 +31,7 @@ def freeze_adapt_and_list_targets(adapters: Sequence[Adapter], module: nn.Module
 def build_meta_model_with_adapters(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
     """Build the whole model with adapters on the meta device. Raises UserError for a pattern that matches nothing."""
     with torch.device("meta"):
-        module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+        module = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
         layers = [name.rpartition(".")[2] for name, part in module.named_modules() if isinstance(part, LinearLayer)]
         matched = freeze_adapt_and_list_targets(adapters, module)
     for adapter in adapters:

@@ -68,7 +68,10 @@ def make_wiring_diagram(graph: Graph, title: str, root: str, focus: str = "") ->
     users = graph.users(focus) if focus else []
     below = _list_node_and_dependencies(graph, focus or root)
     leads = [(user, focus) for user in users] + [(name, need) for name in below for need in graph.needs(name)]
-    arrows = tuple(Arrow(source, target, _find_edges_between(graph, source, target)) for source, target in leads)
+    arrows = tuple(
+        Arrow(source, target, tuple(key for key, edge in graph.nodes[source].edges.items() if target in edge.targets))
+        for source, target in leads
+    )
     return Diagram(
         title, make_boxes(graph, [*users, *below]), arrows, tuple(_list_sequence_targets(graph, below)), focus
     )
@@ -89,10 +92,6 @@ def _list_node_and_dependencies(graph: Graph, root: str) -> list[str]:
 def _list_sequence_targets(graph: Graph, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
     for node in (graph.nodes[name] for name in names):
         yield from (edge.targets for field, edge in node.edges.items() if node.spec.fields[field].kind == "ordered")
-
-
-def _find_edges_between(graph: Graph, source: str, target: str) -> tuple[str, ...]:
-    return tuple(field for field, edge in graph.nodes[source].edges.items() if target in edge.targets)
 
 
 @attrs.frozen

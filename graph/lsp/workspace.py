@@ -14,13 +14,14 @@ from typing import Any
 import attrs
 import tomli
 
+from drawloom.graph.component import NAME
 from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.problems import KeyPath, Problem, RecipeError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.layers import EDIT, STARTED_IN, Layer, Leaf, Table
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE, MergedRecipe
-from drawloom.graph.registry.registry import NAME, Field, Spec
+from drawloom.graph.registry.registry import Field, Spec
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import format_path
 

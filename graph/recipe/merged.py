@@ -84,8 +84,8 @@ def _merge_over_tree(
         # Before merging, so that a layer may unset a node and write it anew.
         problems += _apply_unset_directive(tree, layer)
         problems += _check_format_and_folder(layer)
-        checks = {key: _check_value_replaces_no_table(tree, key, value) for key, value in layer.data.items()}
-        misplaced = {key: problem for key, problem in checks.items() if problem}
+        plain = [key for key, value in layer.data.items() if key != "vars" and not isinstance(value, dict)]
+        misplaced = {key: problem for key in plain if (problem := _check_key_is_no_table(tree, key))}
         problems += [attrs.evolve(problem, position=layer.key_position((key,))) for key, problem in misplaced.items()]
         values = {key: value for key, value in layer.data.items() if key not in (*DIRECTIVES, *misplaced)}
         tree.merge_layer(values, layer, ())
@@ -101,9 +101,9 @@ def _merge_over_tree(
     return attrs.evolve(recipe, vars=variables, layers=all_layers, merging=problems, problems=problems_of_all)
 
 
-def _check_value_replaces_no_table(tree: Table, key: str, value: object) -> Problem | None:
+def _check_key_is_no_table(tree: Table, key: str) -> Problem | None:
     """Return a problem if a value would replace a node or group, which other nodes may need."""
-    if isinstance(value, dict) or key == "vars" or not isinstance(old_item := tree.items.get(key), Table):
+    if not isinstance(old_item := tree.items.get(key), Table):
         return None
     keys = [name for name, item in old_item.items.items() if isinstance(item, Leaf) and name != "use"]
     hint = f"write its values below [{key}]" + (f", such as {key}.{keys[0]}" if keys else "")

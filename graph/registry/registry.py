@@ -1,7 +1,7 @@
 """
 The registry of components by name: files of packages, and entry points of installed distributions.
 
-A component's settings and edges are read once from its class fields. Unknown names get suggestions.
+A component's settings and edges are read once from its class fields.
 """
 
 import importlib
@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 import attrs
 
 from drawloom.graph.component import (
+    NAME,
     Check,
     Every,
     Impact,
@@ -29,81 +30,8 @@ from drawloom.graph.component import (
     is_port_or_component,
     read_annotations,
 )
-from drawloom.graph.problems import Problem, RecipeError, did_you_mean, find_nearest
+from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
-
-MAX_OFFERED = 6
-"""Names in a hint about a word with which several names begin."""
-
-
-def describe_siblings(use: str, names: list[str]) -> str:
-    """Return a hint with the components in the same folder; empty without one."""
-    beside = f"{use.rpartition('.')[0]}."
-    near = [name for name in names if name.startswith(beside)]
-    return f"the components beside it are {', '.join(near)}" if near else ""
-
-
-def suggest_name(use: str, names: list[str]) -> str:
-    """Return a hint: the most similar name in the folder, or else anywhere, or the components of the folder."""
-    inside = [name for name in names if name.startswith(f"{use}.")]
-    if inside:
-        return f"it contains {', '.join(inside)}"
-    beside = [name for name in names if name.partition(".")[0] == use.partition(".")[0]]
-    if not beside:
-        package, _, rest = use.partition(".")
-        offer = f"to use the components of the package {package!r}, add --import {package}"
-        offer = offer if _belongs_to_installed_package(use) else ""
-        if not rest and (own := did_you_mean(use, names)):
-            return own
-        if near := _find_similar_component(rest.lower(), names):
-            return f"did you mean {near!r}?{offer and f' Otherwise, {offer}'}"
-        if offer:
-            return offer
-    folder, _, last = use.rpartition(".")
-    siblings = [name for name in names if name.rpartition(".")[0] == folder]
-    if folder and siblings:
-        # Compare last words only: with the folder most letters agree, and optim.lion would be near to optim.muon.
-        ends = {name.rpartition(".")[2]: name for name in [*beside, *siblings]}
-        near = ends.get(find_nearest(last, ends) or next((end for end in ends if end.startswith(last)), ""))
-        siblings_hint = (
-            f"`drawloom list {folder}` lists the components" if len(siblings) > 12 else describe_siblings(use, names)
-        )
-        return f"did you mean {near!r}?" if near else siblings_hint
-    near = find_nearest(use, beside) or find_nearest(use, names)
-    general_hint = "`drawloom list` lists all components; add your own with --import and a package, folder or file"
-    longer = [repr(near)] if near else [repr(name) for name in names if _has_part_beginning_with(use, name)]
-    return f"did you mean {' or '.join(longer)}?" if 0 < len(longer) <= MAX_OFFERED else general_hint
-
-
-def _find_similar_component(rest: str, names: list[str]) -> str | None:
-    """Return the component most similar to a path in another package, as optim.adamw is to torch.optim.AdamW."""
-    folder = rest.partition(".")[0]
-    return find_nearest(rest, [name for name in names if name.startswith(f"{folder}.")])
-
-
-def _has_part_beginning_with(word: str, use: str) -> bool:
-    """Return whether a part of a component's name begins with a word, as `pipeline.schedules.zero_bubble_v` does."""
-    from drawloom.graph.foreign_names import fold_name  # few names are unknown
-
-    beginning = fold_name(word)
-    return len(beginning) > 2 and any(fold_name(part).startswith(beginning) for part in use.split("."))
-
-
-def _belongs_to_installed_package(use: str) -> bool:
-    """Return whether a name may be in an installed package outside the standard library; nothing is imported."""
-    package = use.partition(".")[0]
-    if not NAME.fullmatch(use) or package in sys.stdlib_module_names:
-        return False
-    try:
-        spec = importlib.util.find_spec(package)
-    except ValueError:
-        return False
-    return spec is not None and bool(spec.submodule_search_locations)
-
-
-# Lower case only, so that a name means the same file on case-insensitive file systems.
-NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
-"""Valid names of components: dotted, so that a name can only lead below the folder of its package."""
 
 Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "every", "recipe"]
 
@@ -447,6 +375,8 @@ class Registry:
     def _look_up_uncached(self, use: str) -> Spec | Problem:
         candidates = self.find_candidates(use)
         if not candidates:
+            from drawloom.graph.registry.suggestions import suggest_name
+
             return Problem("DL201", f"no component is called {use!a}", suggest_name(use, self.names()))
         if len(candidates) > 1:
             distributions = " and ".join(candidate.distribution for candidate in candidates)
@@ -454,11 +384,15 @@ class Registry:
         try:
             classes = candidates[0].load()
         except Exception as error:
-            return self._make_import_problem(use, candidates[0], error)
+            from drawloom.graph.registry.suggestions import make_import_problem
+
+            return make_import_problem(use, candidates[0].module, error)
         if len(classes) > 1:
             names = " and ".join(item.__name__ for item in classes)
             return Problem("DL203", f"{use!r} contains the components {names}", "move every class to a file of its own")
         if not classes:
+            from drawloom.graph.registry.suggestions import describe_siblings
+
             actual = (
                 f"{candidates[0].module}:{candidates[0].attribute}" if candidates[0].installed else "a library module"
             )
@@ -471,13 +405,3 @@ class Registry:
                 f"{use!r} can't be read: {type(error).__name__}: {error}",
                 "report it to the author of the component",
             )
-
-    def _make_import_problem(self, use: str, candidate: Candidate, error: Exception) -> Problem:
-        """Return the problem with a component whose module can't be imported: a missing package, or any other error."""
-        missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
-        own = candidate.module.partition(".")[0]
-        if missing and missing.partition(".")[0] != own:
-            text = f"{use!r} needs the package {missing!r}, which is not installed"
-            return Problem("DL202", text, f"pip install {missing.partition('.')[0]}")
-        text = f"{use!r} can't be imported: {type(error).__name__}: {error}"
-        return Problem("DL205", text, f"`python -c 'import {candidate.module}'` prints the traceback")

@@ -1,22 +1,22 @@
 """
-The container: builds every node once in dependency order, opens the nodes, and closes them in reverse order.
+The container: builds every node once in dependency order, and asks the nodes about this machine.
 
-An exception is reported with its node, and with the position of the setting behind it.
+An exception is reported with its node, and with the position of the setting behind it. Opening and closing nodes is in
+`opened.py`.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import attrs
 
 from drawloom.graph.component import Every, Ordered, internal
 from drawloom.graph.garbage import pause_garbage_collection
-from drawloom.graph.lifecycle import LifecycleStage
-from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, did_you_mean
+from drawloom.graph.lifecycle import NodeTiming
+from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.registry import Field
 from drawloom.graph.types.port_match import find_mismatches, implements_any, join_mismatches
@@ -27,67 +27,6 @@ T = TypeVar("T")
 
 IMMUTABLE = (str, bool, int, float, type(None))
 """Immutable types of settings, which need no copy."""
-
-
-class NodeTiming(NamedTuple):
-    """Time in seconds for building, opening or closing a node. `start` is a reading of the monotonic clock."""
-
-    node: str
-    stage: LifecycleStage
-    start: float
-    seconds: float
-
-
-@contextmanager
-def time_lifecycle(timings: list[NodeTiming], node: str, stage: LifecycleStage) -> Iterator[None]:
-    """Record the duration of the context, even if it raises."""
-    start = perf_counter()
-    try:
-        yield
-    finally:
-        timings.append(NodeTiming(node, stage, start, perf_counter() - start))
-
-
-@attrs.define
-class NamedExitStack:
-    """
-    Stack of named callbacks, run last in, first out. Unlike contextlib's ExitStack, it reports all failures by name.
-    """
-
-    _stack: list[tuple[str, Callable[[], None]]] = attrs.field(factory=list, init=False)
-
-    def push_callback(self, name: str, close: Callable[[], None]) -> None:
-        """Add a callback to run before all earlier ones."""
-        self._stack.append((name, close))
-
-    def close_all(self, cause: BaseException | None) -> None:
-        """
-        Run every callback. With a `cause`, failures become notes on it, and the caller raises it.
-
-        Without a cause, raise an interruption or exit from a callback itself, with the other failures as notes. Raise
-        failures without an interruption together, as an ExceptionGroup.
-        """
-        failures: list[BaseException] = []
-        while self._stack:
-            name, close = self._stack.pop()
-            try:
-                close()
-            except BaseException as error:  # even an interruption must not skip the other callbacks
-                error.add_note(f"while closing [{name}]")
-                failures.append(error)
-        if cause is not None:
-            return _attach_failures_as_notes(cause, failures)
-        interruption = next((error for error in failures if not isinstance(error, Exception)), None)
-        if interruption is not None:
-            _attach_failures_as_notes(interruption, [failure for failure in failures if failure is not interruption])
-            raise interruption
-        if failures:
-            raise ExceptionGroup("closing failed", [error for error in failures if isinstance(error, Exception)])
-
-
-def _attach_failures_as_notes(cause: BaseException, failures: list[BaseException]) -> None:
-    for failure in failures:
-        cause.add_note(f"then: {type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})")
 
 
 @attrs.define(eq=False, repr=False)
@@ -113,14 +52,14 @@ class Container(Mapping[str, Any]):
     handed_over: Mapping[str, Any] = attrs.field(factory=dict)
     timings: list[NodeTiming] = attrs.field(factory=list, init=False)
     _objects: dict[str, Any] = attrs.field(factory=dict, init=False)
-    _opened: NamedExitStack = attrs.field(factory=NamedExitStack, init=False)
-    _failure_handlers: list[str] = attrs.field(factory=list, init=False)
-    _watchers: list[str] = internal(factory=list)
+    _built: dict[str, Any] = attrs.field(factory=dict, init=False)  # without replacements
+    _opened: Any = internal(None)
 
     @pause_garbage_collection()
     def build(self) -> None:
         """Construct every needed node once, dependencies first, and then fill the `Every` fields."""
-        self._objects = {}
+        self._objects.clear()
+        self._built.clear()
         # Nodes that only replaced nodes need are not built.
         needed = self.graph.topological_order(self.roots, without=self.replacements)
         self._check_replacements(set(needed) - self.replacements.keys())
@@ -129,7 +68,7 @@ class Container(Mapping[str, Any]):
             if name in self.replacements:
                 self._objects[name] = self.replacements[name]
             else:
-                self._objects[name] = self._construct_node(self.graph.nodes[name])
+                self._objects[name] = self._built[name] = self._construct_node(self.graph.nodes[name])
                 end = perf_counter()
                 self.timings.append(NodeTiming(name, "build", start, end - start))
                 start = end
@@ -143,7 +82,7 @@ class Container(Mapping[str, Any]):
                 for step in run.steps():
                     losses.append(step.state.number("loss"))
         """
-        root = self._objects_except_replacements.get(self.graph.root)
+        root = self._built.get(self.graph.root)
         if root is None or not hasattr(root, "run_and_yield_steps"):
             raise TypeError(f"[{self.graph.root}] has no method `run_and_yield_steps`, or this container is not open")
         steps: Iterator[Any] = root.run_and_yield_steps()
@@ -151,9 +90,7 @@ class Container(Mapping[str, Any]):
 
     def outcome(self) -> dict[str, Mapping[str, Any]]:
         """Return facts about an ended run, by node."""
-        return {
-            name: item.outcome() for name, item in self._objects_except_replacements.items() if hasattr(item, "outcome")
-        }
+        return {name: item.outcome() for name, item in self._built.items() if hasattr(item, "outcome")}
 
     def check_before_open(self) -> list[Problem]:
         """
@@ -163,9 +100,7 @@ class Container(Mapping[str, Any]):
         Every problem is reported once, by the faulty node, and not by nodes reading from it.
         """
         problems: dict[str, Problem] = {}
-        checkable = {
-            name: item for name, item in self._objects_except_replacements.items() if hasattr(item, "check_before_open")
-        }
+        checkable = {name: item for name, item in self._built.items() if hasattr(item, "check_before_open")}
         for name, item in checkable.items():
             try:
                 item.check_before_open()
@@ -246,95 +181,22 @@ class Container(Mapping[str, Any]):
                 getattr(self._objects[node.name], field.attribute).update(members)
 
     def __enter__(self) -> "Container":
+        from drawloom.graph.runtime.opened import OpenedNodes  # a check opens nothing
+
+        self._opened = OpenedNodes(self.graph, self._built, self.timings)
         try:
             self.build()
             if problems := self.check_before_open():
                 raise RecipeError(problems)
-            for name, values in self.handed_over.items():
-                if hasattr(self._objects[name], "take_over"):
-                    self._objects[name].take_over(values)
+            self._opened.open_all(self.handed_over)
             self.handed_over = {}  # the values may be large
-            self._watchers = [
-                name for name, item in self._objects_except_replacements.items() if hasattr(item, "lifecycle_context")
-            ]
-            for name, item in self._objects_except_replacements.items():
-                self._open_node(name, item)
         except BaseException as error:
-            self._handle_failure_and_close_all(error)
+            self._opened.close_all(error)
             raise
         return self
 
-    def _open_node(self, name: str, item: Any) -> None:
-        if hasattr(item, "on_failure"):
-            self._failure_handlers.append(name)
-        # Pushed before open(): an object whose open() fails half-way must still release its resources.
-        if hasattr(item, "close"):
-            self._opened.push_callback(name, lambda: self._close_node(name, item))
-        if hasattr(item, "open"):
-            try:
-                with time_lifecycle(self.timings, name, "open"), self._enter_lifecycle_contexts("open", name):
-                    item.open()
-            except UserError as error:  # printed without a traceback, so the message must name the node
-                from drawloom.graph.runtime.faults import find_raising_node, locate_setting
-
-                node = self.graph.nodes[find_raising_node(error, self._objects_except_replacements, name)]
-                error.add_node_to_message(locate_setting(node, str(error), self.graph.recipe.vars), node.name)
-                raise
-
-    @contextmanager
-    def _enter_lifecycle_contexts(self, stage: LifecycleStage, name: str) -> Iterator[None]:
-        with ExitStack() as stack:
-            for watcher in self._watchers:
-                if watcher != name:
-                    stack.enter_context(self._objects[watcher].lifecycle_context(stage, name))
-            yield
-
-    @property
-    def _objects_except_replacements(self) -> dict[str, Any]:
-        """The objects built by the container, without replacements."""
-        return {name: item for name, item in self._objects.items() if name not in self.replacements}
-
-    def _close_node(self, name: str, item: Any) -> None:
-        with time_lifecycle(self.timings, name, "close"), self._enter_lifecycle_contexts("close", name):
-            item.close()
-
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
-        if error is None:
-            self._close_all_and_break_cycles(None)
-        else:
-            self._handle_failure_and_close_all(error)
-
-    def _handle_failure_and_close_all(self, error: BaseException) -> None:
-        """
-        Call the failure handlers, last opened first, and close everything. Raise the replacement exception, if any.
-        """
-        replacement = error
-        if isinstance(error, Exception) and not isinstance(error, UserError):  # a bug
-            from drawloom.graph.runtime.faults import find_raising_node
-
-            if name := find_raising_node(error, self._objects_except_replacements):
-                node = self.graph.nodes[name]
-                error.add_note(f"in [{name}] ({node.spec.use}), {node.position}")
-        # Popped first: a handler that raises must not be called again.
-        while self._failure_handlers:
-            replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement
-        if isinstance(replacement, ReopenError):
-            predecessors = {
-                name: item for name, item in self._objects_except_replacements.items() if hasattr(item, "hand_over")
-            }
-            replacement.handed_over = {name: item.hand_over() for name, item in predecessors.items()}
-        self._close_all_and_break_cycles(replacement)
-        if replacement is not error:
-            raise replacement from error
-
-    def _close_all_and_break_cycles(self, cause: BaseException | None) -> None:
-        """Close everything, and empty the `Every` fields: without them nodes make no cycles."""
-        try:
-            self._opened.close_all(cause)
-        finally:
-            for name in self._objects_except_replacements:
-                for field in self.graph.nodes[name].spec.fields_of_kind_every:
-                    getattr(self._objects[name], field.attribute).clear()
+        self._opened.close_all(error)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._objects:

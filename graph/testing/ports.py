@@ -55,8 +55,8 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
     if problems:
         raise RecipeError(problems)
     objects_by_field = {key: _wrap_edge_objects(spec.fields[key], item) for key, item in objects.items()}
-    defaults = {
-        field.name: _make_value_for_container_field(field)
+    defaults: dict[str, Any] = {
+        field.name: Every() if field.kind == "every" else EMPTY_RECIPE
         for field in spec.fields.values()
         if field.kind in ("every", "recipe")
     }
@@ -116,11 +116,6 @@ def _wrap_edge_objects(field: Field, value: Any) -> Any:
     if field.kind == "ordered" and not isinstance(value, Ordered):
         return Ordered(value)
     return value
-
-
-def _make_value_for_container_field(field: Field) -> Any:
-    """Return a value for a field filled by the container."""
-    return Every() if field.kind == "every" else EMPTY_RECIPE
 
 
 class _NeighbourRefusingView(NodeView):

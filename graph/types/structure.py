@@ -5,24 +5,23 @@ Strict conversion of TOML values to the types of settings, by cattrs. All proble
 import math
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime, time
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import attrs
-from cattrs import BaseValidationError, Converter, ForbiddenExtraKeysError
+from cattrs import BaseValidationError, Converter
 from cattrs.cols import list_structure_factory, mapping_structure_factory
-from cattrs.errors import AttributeValidationNote, IterableValidationError, IterableValidationNote
+from cattrs.errors import IterableValidationError, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn, override
 
 from drawloom.graph.component import Check
-from drawloom.graph.problems import KeyPath, Problem, did_you_mean, find_nearest
-from drawloom.graph.toml.emit import dump_key, dump_toml
+from drawloom.graph.problems import Problem
 from drawloom.graph.types.assignable import union_members_except_none
+from drawloom.graph.types.choices import MismatchError, is_choice, is_literal, pair_toml_values_with_choices
 
 Hook = Callable[[Any, Any], Any]
 
@@ -46,21 +45,24 @@ class ValueConverter:
         ):
             return value, []  # the fast path of most settings
         try:
-            hook = self._make_checking_hook(check) if check else self._structure
+            hook = self._make_checking_hook(check) if check else self.convert
             return hook(value, kind), []
-        except (_MismatchError, BaseValidationError) as error:
-            return None, list(self._iterate_problems(error, ()))
+        except (MismatchError, BaseValidationError) as error:
+            from drawloom.graph.types.mismatches import iterate_problems  # few recipes have problems
 
-    def _structure(self, value: Any, kind: Any) -> Any:
+            return None, list(iterate_problems(self.convert, error, ()))
+
+    def convert(self, value: Any, kind: Any) -> Any:
+        """Convert a value to `kind`. Raises MismatchError or BaseValidationError for a value of another type."""
         return self._converter.get_structure_hook(kind)(value, kind)
 
     def _make_checking_hook(self, check: Check) -> Hook:
         """Return a hook for converting a value and then rejecting it if `check` returns a reason."""
 
         def structure(value: Any, kind: Any) -> Any:
-            result = self._structure(value, kind)
+            result = self.convert(value, kind)
             if reason := check(result):
-                raise _MismatchError(value, kind, reason)
+                raise MismatchError(value, kind, reason)
             return result
 
         return structure
@@ -73,7 +75,7 @@ class ValueConverter:
         # Registered first, so tried last: otherwise cattrs would guess for unknown types.
         converter.register_structure_hook_factory(lambda kind: True, _raise_unsupported_type)
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
-        converter.register_structure_hook_func(_is_literal, _structure_choice)
+        converter.register_structure_hook_func(is_literal, _structure_choice)
         converter.register_structure_hook_func(
             lambda kind: union_members_except_none(kind) != [kind], self._structure_union
         )
@@ -95,24 +97,24 @@ class ValueConverter:
         # float last: it accepts integers, which an int member should keep.
         for member in sorted(union_members_except_none(kind), key=lambda member: member is float):
             try:
-                return self._structure(value, member)
-            except _MismatchError as error:
+                return self.convert(value, member)
+            except MismatchError as error:
                 inside += [error] if error.reason else []
             except BaseValidationError as error:
                 inside.append(error)
-        raise inside[0] if len(inside) == 1 else _MismatchError(value, kind)
+        raise inside[0] if len(inside) == 1 else MismatchError(value, kind)
 
     def _structure_tuple(self, value: Any, kind: Any) -> tuple[Any, ...]:
         kinds = typing.get_args(kind)
         if not isinstance(value, list):
-            raise _MismatchError(value, kind)
+            raise MismatchError(value, kind)
         if len(value) != len(kinds):
-            raise _MismatchError(value, kind, got=f"{len(value)} item{'' if len(value) == 1 else 's'}")
+            raise MismatchError(value, kind, got=f"{len(value)} item{'' if len(value) == 1 else 's'}")
         items, errors = [], []
         for index, (item, item_kind) in enumerate(zip(value, kinds, strict=True)):
             try:
-                items.append(self._structure(item, item_kind))
-            except (_MismatchError, BaseValidationError) as error:
+                items.append(self.convert(item, item_kind))
+            except (MismatchError, BaseValidationError) as error:
                 error.add_note(IterableValidationNote("", index, item_kind))
                 errors.append(error)
         if errors:
@@ -130,66 +132,6 @@ class ValueConverter:
         )
         return _make_container_hook(dict, inside)
 
-    def _iterate_problems(self, error: Exception, path: KeyPath) -> Iterator[Problem]:
-        """Flatten the exception tree from cattrs into problems. The note of an exception is one step of the path."""
-        note = next((note for note in getattr(error, "__notes__", ()) if type(note) is not str), None)
-        if isinstance(note, AttributeValidationNote):
-            path = (*path, note.name.lstrip("_"))
-        elif isinstance(note, IterableValidationNote):
-            path = (*path, note.index)
-        if isinstance(error, BaseValidationError):
-            for inner in error.exceptions:
-                yield from self._iterate_problems(inner, path)
-        elif isinstance(error, _MismatchError):
-            yield Problem(
-                "DL303", str(error), "" if error.reason else self._find_hint(error.value, error.kind), path=path
-            )
-        elif isinstance(error, ForbiddenExtraKeysError):
-            known = [field.alias for field in attrs.fields(error.cl) if field.init]
-            for name in sorted(error.extra_fields):
-                yield Problem("DL303", "unknown key", did_you_mean(name, known), path=(*path, name))
-        elif isinstance(error, KeyError) and note and error.args == path[-1:]:
-            from drawloom.graph.types.describe import format_expected_type
-
-            hint = f"write {dump_key(error.args[0])} = ..."
-            yield Problem("DL303", f"missing, {format_expected_type(note.type)}", hint, path=path)
-        elif isinstance(error, ValueError | TypeError) and not note:
-            yield Problem("DL303", str(error), path=path)  # raised by the attrs class itself
-        else:
-            raise error
-
-    def _find_hint(self, value: Any, kind: Any) -> str:
-        """Return a hint for a wrongly typed value: a near miss with the right type, or the nearest choice."""
-        from drawloom.graph.types.describe import MAX_VALUE_LENGTH, find_near_misses_with_hints
-
-        for candidate, hint in find_near_misses_with_hints(value):
-            with suppress(_MismatchError, BaseValidationError):
-                self._structure(candidate, kind)
-                return hint if len(hint) <= 2 * MAX_VALUE_LENGTH else ""
-        choices = [
-            plain
-            for member in union_members_except_none(kind)
-            if _is_choice(member)
-            for plain, _ in _pair_toml_values_with_choices(member)
-        ]
-        near = find_nearest(value, filter(_is_string, choices)) if _is_string(value) else None
-        return "" if near is None else f"did you mean {dump_toml(near)}?"
-
-
-class _MismatchError(ValueError):
-    """A value of another type than `kind`, or with the right type but invalid for a reason."""
-
-    def __init__(self, value: Any, kind: Any, reason: str = "", expected: str = "", got: str = "") -> None:
-        super().__init__()
-        self.value, self.kind, self.text, self.expected, self.got = value, kind, reason, expected, got
-        self.reason = reason or expected or got
-
-    def __str__(self) -> str:
-        from drawloom.graph.types.describe import describe, format_expected_type  # few recipes have problems
-
-        expected = self.expected or format_expected_type(self.kind)
-        return self.text or f"{expected}, got {self.got or describe(self.value)}"
-
 
 SCALARS = (str, bool, int, float, Path, datetime, date, time)
 
@@ -198,14 +140,14 @@ MAX_FILE_NAME_BYTES = 255
 
 
 def _structure_scalar(value: Any, kind: Any) -> Any:
-    if _is_choice(kind):
+    if is_choice(kind):
         return _structure_choice(value, kind)
     if kind not in SCALARS:
         return _raise_unsupported_type(kind)
     if type(value) not in {Path: (str,), float: (float, int)}.get(kind, (kind,)):
-        raise _MismatchError(value, kind)
+        raise MismatchError(value, kind)
     if objection := _explain_invalid_value(value, kind):
-        raise _MismatchError(value, kind, expected=objection)
+        raise MismatchError(value, kind, expected=objection)
     return kind(value) if kind in (Path, float) else value
 
 
@@ -231,17 +173,10 @@ def _explain_invalid_value(value: Any, kind: Any) -> str:
 def _structure_choice(value: Any, kind: Any) -> Any:
     if type(value) is float and value == math.inf:
         value = "inf"  # numbers are finite; a setting that allows infinity lists it as a choice
-    for plain, choice in _pair_toml_values_with_choices(kind):
+    for plain, choice in pair_toml_values_with_choices(kind):
         if type(plain) is type(value) and plain == value:  # since True == 1 == 1.0 in Python
             return choice
-    raise _MismatchError(value, kind)
-
-
-def _pair_toml_values_with_choices(kind: Any) -> list[tuple[Any, Any]]:
-    """Return Enum members or Literal choices as (TOML value, member)."""
-    if _is_literal(kind):
-        return [(choice, choice) for choice in typing.get_args(kind)]
-    return [(member.value, member) for member in kind]
+    raise MismatchError(value, kind)
 
 
 def _make_array_hook(kind: Any, converter: Converter) -> Hook:
@@ -260,7 +195,7 @@ def _make_container_hook(shape: type, inside: Hook) -> Hook:
 
     def structure(value: Any, kind: Any) -> Any:
         if not isinstance(value, shape):
-            raise _MismatchError(value, kind)
+            raise MismatchError(value, kind)
         return inside(value, kind)
 
     return structure
@@ -276,15 +211,3 @@ def _get_origin_or_type(kind: Any) -> Any:
 
 def _is_variable_length_array(kind: Any) -> bool:
     return _get_origin_or_type(kind) in (list, Sequence) or kind is tuple or typing.get_args(kind)[1:] == (...,)
-
-
-def _is_literal(kind: Any) -> bool:
-    return typing.get_origin(kind) is Literal
-
-
-def _is_choice(kind: Any) -> bool:
-    return _is_literal(kind) or (isinstance(kind, type) and issubclass(kind, Enum))
-
-
-def _is_string(value: Any) -> bool:
-    return isinstance(value, str)

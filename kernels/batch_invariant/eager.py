@@ -19,7 +19,7 @@ from drawloom.kernels.attention.eager import AttentionImplementation, attention_
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cross_entropy.cut import cut_cross_entropy_eager
 from drawloom.kernels.cross_entropy.options import LogitCut
-from drawloom.kernels.cross_entropy.token_losses import multiply_by_token_weights
+from drawloom.kernels.cross_entropy.token_losses import reshape_and_weight_losses
 from drawloom.kernels.grouped_gemm.eager import (
     GroupedGemm,
     count_row_product_flops,
@@ -131,9 +131,9 @@ def cut_cross_entropy_with_padded_rows(
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
     missing = -len(flat) % MIN_ROWS
     tokens, flat = F.pad(tokens, (0, 0, 0, missing)), F.pad(flat, (0, missing), value=cut.ignore_index)
-    both = cut_cross_entropy_eager(tokens, weight, flat, replace(cut, tile=(MIN_ROWS, 1)))
-    losses, lse = (result[: targets.numel()].view(targets.shape) for result in both)
-    return multiply_by_token_weights(losses, token_weights), lse
+    losses, lse = cut_cross_entropy_eager(tokens, weight, flat, replace(cut, tile=(MIN_ROWS, 1)))
+    count = targets.numel()
+    return reshape_and_weight_losses((losses[:count], lse[:count]), targets, token_weights)
 
 
 @register_operator(

@@ -11,14 +11,13 @@ from drawloom.kernels.results import TokenLosses
 def reshape_and_weight_losses(
     results: tuple[Tensor, Tensor], targets: Tensor, token_weights: Tensor | None
 ) -> TokenLosses:
-    """Return losses and lse (tokens,) in the targets' shape (...), the losses times their tokens' weights, if any."""
+    """
+    Return losses and lse (tokens,) in the targets' shape (...), the losses times their tokens' weights, if any.
+
+    Weights get no gradient.
+    """
     losses, lse = (result.reshape(targets.shape) for result in results)
-    return TokenLosses(multiply_by_token_weights(losses, token_weights), lse)
-
-
-def multiply_by_token_weights(losses: Tensor, token_weights: Tensor | None) -> Tensor:
-    """Multiply losses (...) by their tokens' weights (...), if any; weights get no gradient."""
-    return losses if token_weights is None else losses * token_weights.detach()
+    return TokenLosses(losses if token_weights is None else losses * token_weights.detach(), lse)
 
 
 def compute_logit_grad_factors(

@@ -49,7 +49,7 @@ def write(folder: Path) -> int:
     """Write the model with nonzero values to a folder, and return the size of its tensors in bytes."""
     built = model()
     with torch.device("meta"):
-        module = built.build(LayerRange(0, built.num_hidden_layers, embedding=True, head=True))
+        module = built.build(LayerRange.of_whole_model(built.num_hidden_layers))
     module.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in module.parameters():

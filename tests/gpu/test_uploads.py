@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.pipeline.executor import Uploads
+from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import TokenBatch
 from support.checkpoints import SingleRankMesh
 from support.late_steps import Small

@@ -3,22 +3,22 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 692_879,
+    "tokens of the source": 699_587,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 13_140,
-    "code lines imported by run": 19_611,
-    "functions on the journey rate": 39,
-    "files on the journey rate": 20,
-    "functions on the journey batch": 146,
-    "files on the journey batch": 43,
-    "functions on the journey checkpoint": 124,
-    "files on the journey checkpoint": 40,
+    "code lines imported by check": 12_384,
+    "code lines imported by run": 19_169,
+    "functions on the journey rate": 36,
+    "files on the journey rate": 18,
+    "functions on the journey batch": 133,
+    "files on the journey batch": 41,
+    "functions on the journey checkpoint": 105,
+    "files on the journey checkpoint": 37,
 }
 """
-The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown seven
-times: by conversations with tools, eight model families, `ask`, `plan --floor`, rollouts ahead of the policy, kernels
-and exchanges that overlap, decays by channel, grafts, hyper-connections, sparse attention, environments of `verifiers`,
-and links in plans. No other run imports them.
+The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown
+seven times: by conversations with tools, eight model families, `ask`, `plan --floor`, rollouts ahead of the policy,
+kernels and exchanges that overlap, decays by channel, grafts, hyper-connections and their kernels, sparse attention,
+environments of `verifiers`, links in plans, and spares for GPUs. No other run imports them.
 """
 
 

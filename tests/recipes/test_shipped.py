@@ -73,7 +73,7 @@ def test_recipes_of_known_models_have_their_sizes(recipe: str, tmp_path: Path) -
     assert len(problems(recipe)) == 2  # one for the store, one for the tokenizer
     with Recipe.load(recipe, *words).open(only="model") as objects, torch.device("meta"):
         model = objects["model"]
-        module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+        module = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
     assert sum(parameter.numel() for parameter in module.parameters()) == PARAMETERS[recipe]
 
 

@@ -89,7 +89,7 @@ class ServedModel:
     def load(self, folder: Path) -> None:
         """Load a Hugging Face folder's weights, in float32."""
         model = AutoModel(kernels=cpu_kernels(), path=folder)
-        self.module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+        self.module = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
         fill_module_from_folder(folder, self.module, model.hugging_face_mapper().inverse())
         self.layers = {}
         for name, router in self.module.named_modules() if self.returns_routes else ():

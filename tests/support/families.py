@@ -162,7 +162,7 @@ def assert_files_go_both_ways(model: DecoderBuilder, folder: Path, by_files: boo
     reference.save_pretrained(folder / "theirs")
     read = type(model)(kernels=cpu_kernels(), config=folder / "theirs")
     assert read.architecture == model.architecture, json.loads((folder / "theirs/config.json").read_text())
-    again = read.build(LayerRange(0, read.num_hidden_layers, embedding=True, head=True))
+    again = read.build(LayerRange.of_whole_model(read.num_hidden_layers))
     fill_module_from_folder(folder / "theirs", again, read.hugging_face_mapper().inverse())
     write_hugging_face_folder(folder / "ours", read, OneStage(again))
     loaded = kinds.from_pretrained(folder / "ours", attn_implementation="eager")

@@ -64,7 +64,7 @@ def scaling_of(use: str, values: Values, _place: Path) -> Any:
 def model_of(use: str, values: Values, _place: Path) -> Any:
     """Return shapes of parameters, logits, and gradients, where the router's gradients show its auxiliary loss."""
     model = build(use, kernels=cpu_kernels(), **values)
-    module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
+    module = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
     for name, parameter in module.named_parameters():
         model.initialize_parameter(name, parameter.data, 1)
     logits = _compute_logits(module)

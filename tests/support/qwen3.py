@@ -54,7 +54,7 @@ def sparse(**changes: Any) -> Qwen3Moe:
 
 def whole(model: DecoderModel) -> nn.Module:
     """Return a whole model in one module, with every tensor random: unused norms would not show at weight 1."""
-    module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+    module = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
     for tensor in persistent_tensors(module).values():
         nn.init.normal_(tensor, 1.0 if tensor.ndim == 1 else 0.0, 0.2)
     return module

@@ -8,7 +8,7 @@ matrix, is copied without the rest of its storage.
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -93,11 +93,6 @@ class Copy:
     source: Tensor
     target: Tensor
 
-    @property
-    def bytes(self) -> int:
-        """The copy's size."""
-        return self.target.nbytes
-
     def copy_tensor(self, *, non_blocking: bool = False) -> None:
         """Copy the tensor; `non_blocking` only enqueues a copy from a GPU on the current stream."""
         self.target.copy_(self.source, non_blocking=non_blocking)
@@ -112,17 +107,9 @@ def plan_copies(state: NodeState, pool: Pool, *, type_check: bool = True) -> tup
     """
     copies: dict[Any, Copy] = {}  # memory is allocated for all of them together, after the walk
 
-    def plan_copy(tensor: Tensor) -> Tensor:
-        if (key := _memory_key(tensor)) not in copies:
-            # without memory until the walk is over, but with the shape and strides that a wrapper needs
-            target = torch.empty_like(tensor, device="cpu")
-            target.untyped_storage().resize_(0)
-            copies[key] = Copy(tensor, target)
-        return copies[key].target
-
     def copy_value_or_plan_tensor(path: tuple[Any, ...], value: Any) -> Any:
         if isinstance(value, Tensor):
-            return _plan_tensor_copy(path, value, plan_copy)
+            return _plan_tensor_copy(path, value, copies)
         if isinstance(value, PLAIN):
             return value
         if type_check:
@@ -130,26 +117,24 @@ def plan_copies(state: NodeState, pool: Pool, *, type_check: bool = True) -> tup
         return copy.deepcopy(value)
 
     staged = map_leaves_with_path(copy_value_or_plan_tensor, state)
-    filled = [planned for planned in copies.values() if planned.bytes]
-    for planned, memory in zip(filled, pool.allocate_tensors([planned.bytes for planned in filled]), strict=True):
-        target = planned.target
+    filled = [planned for planned in copies.values() if planned.target.nbytes]
+    memories = pool.allocate_tensors([planned.target.nbytes for planned in filled])
+    for target, memory in zip((planned.target for planned in filled), memories, strict=True):
         target.set_(memory.untyped_storage(), 0, target.shape, target.stride())
     return staged, filled
 
 
-def _memory_key(tensor: Tensor) -> Any:
-    """Return an equal key for views on the same memory with the same shape, strides and dtype."""
-    memory = (tensor.device, tensor.data_ptr()) if tensor.numel() else None
-    return memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+def _plan_tensor_copy(path: tuple[Any, ...], tensor: Tensor, copies: dict[Any, Copy]) -> Any:
+    """
+    Return a tensor's copy, without memory, and add it to `copies`, by its memory.
 
-
-def _plan_tensor_copy(path: tuple[Any, ...], tensor: Tensor, plan_copy: Callable[[Tensor], Tensor]) -> Any:
-    """Copy a tensor; a wrapper subclass such as DTensor is rebuilt around the copies of its parts."""
+    A wrapper subclass such as DTensor is rebuilt around the copies of its parts.
+    """
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: getattr(tensor, name) for name in names}
         parts = {
-            name: _plan_tensor_copy(path, part, plan_copy) if isinstance(part, Tensor) else part
+            name: _plan_tensor_copy(path, part, copies) if isinstance(part, Tensor) else part
             for name, part in inner.items()
         }
         wrap = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
@@ -157,4 +142,11 @@ def _plan_tensor_copy(path: tuple[Any, ...], tensor: Tensor, plan_copy: Callable
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         kind = f"a {tensor.layout} tensor on {tensor.device}"
         raise TypeError(f"{'/'.join(map(str, path))} is {kind}, which can't be staged; save a dense tensor with data")
-    return plan_copy(tensor.detach())
+    memory = (tensor.device, tensor.data_ptr()) if tensor.numel() else None
+    key = memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    if key not in copies:
+        # without memory until the walk is over, but with the shape and strides that a wrapper needs
+        target = torch.empty_like(tensor.detach(), device="cpu")
+        target.untyped_storage().resize_(0)
+        copies[key] = Copy(tensor.detach(), target)
+    return copies[key].target

@@ -90,7 +90,7 @@ class Overlapped:
 
 
 def _copy_if_small(copy: Copy) -> bool:
-    if copy.bytes <= SMALL:
+    if copy.target.nbytes <= SMALL:
         copy.copy_tensor()
         return True
     return False

@@ -136,7 +136,7 @@ class ShardWriter:
             for name, dtype in COLUMNS:
                 _append_values(file, np.array(self._columns[name], dtype))
         # An empty file has no blocks.
-        contents = [content for part in (self._out, file) if (content := part.finish_digest()).size]
+        contents = [content for part in (self._out, file) if (content := part.sha256.finish()).size]
         digests = b"".join(bytes.fromhex(block) for content in contents for block in content.blocks)
         replace_file(self._stem.with_suffix(".digests"), digests)
         summary = {
@@ -223,7 +223,7 @@ class TokenShard:
     def check_file_contents(self) -> None:
         """Verify the shard's files. Raises UserError with the path to a file with changed content."""
         self.check_file_sizes()
-        for file in (self._map_file(kind) for kind in self.sizes if kind != "digests"):
+        for file in self._mapped_files.values():
             file.verify_blocks(0, len(file.verified))
 
     @property
@@ -233,7 +233,7 @@ class TokenShard:
 
     def read_ids(self, first: int, end: int) -> np.ndarray:
         """Return the token ids from `first` to before `end`."""
-        return self._map_file("tokens").read(self.dtype, first * self.dtype.itemsize, end - first)
+        return self._mapped_files["tokens"].read(self.dtype, first * self.dtype.itemsize, end - first)
 
     @cached_property
     def document_ends(self) -> np.ndarray:
@@ -245,7 +245,7 @@ class TokenShard:
         offset = 0
         for column, dtype in COLUMNS:
             if column == name:
-                return self._map_file("documents").read(dtype, offset, self.documents)
+                return self._mapped_files["documents"].read(dtype, offset, self.documents)
             offset += dtype.itemsize * self.documents
         raise KeyError(name)
 
@@ -255,25 +255,18 @@ class TokenShard:
         return f"{source}:{self.read_document_column('offsets')[document]}"
 
     @cached_property
-    def _file_cache(self) -> dict[str, MappedFile]:
-        """This process's mapped files, by kind."""
-        return {}
-
-    def _map_file(self, kind: str) -> MappedFile:
-        """Return a file from the shard, mapped at the first call."""
-        if kind not in self._file_cache:
-            size, start = self.sizes[kind], 0
-            for other, length in self.sizes.items():
-                if other == kind:
-                    break
-                start += DIGEST * count_blocks(length) if other != "digests" else 0
-            blocks = memoryview(self._read_and_verify_file("digests", self.summary["digests"]))
-            digests = blocks[start : start + DIGEST * count_blocks(size)]
+    def _mapped_files(self) -> dict[str, MappedFile]:
+        """This process's mapped files, with token ids and documents, by kind."""
+        digests = memoryview(self._read_and_verify_file("digests", self.summary["digests"]))
+        files: dict[str, MappedFile] = {}
+        for kind in ("tokens", "documents"):
+            size = self.sizes[kind]
+            own, digests = digests[: DIGEST * count_blocks(size)], digests[DIGEST * count_blocks(size) :]
             try:
-                self._file_cache[kind] = MappedFile.open(self.path(kind), size, digests)
+                files[kind] = MappedFile.open(self.path(kind), size, own)
             except OSError as error:  # such as too many open files
                 raise UserError(f"{self.path(kind)} can't be mapped: {error}") from error
-        return self._file_cache[kind]
+        return files
 
     def _read_and_verify_file(self, kind: str, digest: str) -> bytes:
         """Return a small file's content. Raises UserError if its SHA-256 differs."""
@@ -304,7 +297,6 @@ def _parse_summary(path: Path, text: bytes) -> dict[str, Any]:
 def _append_values(file: FileWriter, values: np.ndarray) -> None:
     """Append an array's bytes."""
     if values.nbytes:
-        assert file.sha256 is not None
         file.write_at(memoryview(values.view(np.uint8).data), file.sha256.size)
 
 

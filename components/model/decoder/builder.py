@@ -5,7 +5,7 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import torch
@@ -28,7 +28,6 @@ from drawloom.components.model.decoder.rope import (
 )
 from drawloom.components.model.new_tokens import (
     NewTokens,
-    NewTokenSplit,
     count_new_rows,
     count_new_tokens,
     find_new_tokens_fault,
@@ -50,6 +49,9 @@ from drawloom.ports import (
     default_role,
     parameter_roles,
 )
+
+if TYPE_CHECKING:
+    from drawloom.components.model.split_vocabulary import NewTokenSplit
 
 EXAMPLES = {
     "num_hidden_layers": 4,
@@ -232,12 +234,14 @@ class DecoderModel:
         return ModelScaling()
 
     @property
-    def new_token_split(self) -> NewTokenSplit | None:
+    def new_token_split(self) -> "NewTokenSplit | None":
         """The vocabulary's split into a table and new tokens: the tokenizer's last ids, or ids after the table."""
         if not self.new_tokens:
             return None
         rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
         end = rows + count if self.tokenizer is None else self.tokenizer.vocab_size
+        from drawloom.components.model.split_vocabulary import NewTokenSplit
+
         return NewTokenSplit(end - count, count_new_rows(self.new_tokens), rows)
 
     @property
@@ -323,7 +327,7 @@ class DecoderModel:
     def build_on_meta(self, span: LayerRange | None = None) -> nn.Module:
         """Build a span, or the whole model, on the meta device, where nothing is allocated."""
         with torch.device("meta"):
-            return self.build(span or LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
+            return self.build(span or LayerRange.of_whole_model(self.num_hidden_layers))
 
 
 @component_base_class

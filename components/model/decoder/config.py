@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import attrs
-import torch
 
 from drawloom import above, between, setting
 from drawloom.components.model.decoder.rope import (
@@ -14,8 +13,6 @@ from drawloom.components.model.decoder.rope import (
     InvalidSetting,
     Rope,
     RopeScaling,
-    convert_to_kernel_scaling,
-    find_rope_faults,
 )
 from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
 from drawloom.ports import AttentionOptions, ConfigJson, Mapper, Settings
@@ -111,6 +108,15 @@ class DecoderConfig:
     residual_multiplier = 1.0
     """Factor of outputs that are added to the residual stream."""
 
+    embedding_multiplier = 1.0
+    """Embedding factor."""
+
+    rounds_embedding_multiplier = False
+    """Whether the embedding factor is rounded to the embeddings' dtype."""
+
+    logit_multiplier = 1.0
+    """Logit factor."""
+
     partial_rotary_factor = 1.0
     """Part of the channels of a head that rotary positions rotate."""
 
@@ -159,15 +165,6 @@ class DecoderConfig:
     def rotary_dim(self) -> int:
         """The number of rotated channels in a head."""
         return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
-    def logit_multiplier(self) -> float:
-        """The factor by which logits are multiplied."""
-        return 1.0
-
-    def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
-        """Return the factor by which embeddings are multiplied, rounded as a model in this dtype rounds it."""
-        return 1.0
 
     @property
     def attention_score_scale(self) -> float | None:
@@ -219,9 +216,12 @@ class DecoderConfig:
         """Return a layer's rotary positions; None: it has none."""
         if "rope_theta" in self.unused_keys:
             return None
-        return Rope(
-            self.rotary_dim, self.rope_theta, convert_to_kernel_scaling(self.rope_scaling, self.max_position_embeddings)
-        )
+        if self.rope_scaling is None:
+            return Rope(self.rotary_dim, self.rope_theta)
+        from drawloom.components.model.decoder.rope_scaling import convert_to_kernel_scaling
+
+        scaling = convert_to_kernel_scaling(self.rope_scaling, self.max_position_embeddings)
+        return Rope(self.rotary_dim, self.rope_theta, scaling)
 
     def mixer_spec_of(self, layer: int) -> MixerSpec:
         """Return the specification for a layer's attention: here with grouped queries."""
@@ -362,4 +362,6 @@ def find_size_faults(sizes: Settings) -> Iterator[InvalidSetting]:
             yield from find_head_count_faults(heads, sizes.get("num_key_value_heads", heads), head_dim)
     for key in ("rope_scaling", "rope_parameters"):
         if (rope := sizes.get(key)) is not None:
+            from drawloom.components.model.decoder.rope_scaling import find_rope_faults
+
             yield from find_rope_faults(rope, rotary_dim, key)

@@ -14,8 +14,9 @@ from torch.autograd import Function
 
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.model.decoder.mlp import GatedMlp
-from drawloom.components.model.decoder.specs import ExpertSpec, LayerContext, MlpSpec
+from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.row_sums import RowSums
 from drawloom.components.parallel.split_experts import ExpertParallel

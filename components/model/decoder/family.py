@@ -6,7 +6,6 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.config import DecoderConfig, config_fields
-from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.ports import ConfigJson, Settings
 
 COMMON_FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
@@ -64,21 +63,11 @@ class Family:
         values |= {key: values[key] or None for key in self.config.zero_is_null}
         numbers = {self.config.renamed.get(key, key): value for key, value in values.items()}
         named = {"architectures": [self.class_name], "model_type": self.model_type}
-        rope = _build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
+        rope: ConfigJson = {}
+        if architecture.rope_scaling is not None:
+            from drawloom.components.model.decoder.rope_scaling import build_rope_parameters
+
+            rope = build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
         no_ids = dict.fromkeys(TOKEN_IDS)
         fixed = {**COMMON_FIXED, **self.fixed}
         return self.config.write_keys({**named, **fixed, **numbers, **rope, **no_ids, "use_cache": True})
-
-
-def _build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) -> ConfigJson:
-    """Return `rope_parameters` for a config, repeating `rope_theta` at the top; for static NTK only `rope_theta`."""
-    if rope is None:
-        return {}
-    given = rope.explicit_options()
-    if rope.rope_type == "ntk":
-        from drawloom.kernels.rope.frequencies import compute_ntk_base
-
-        return {"rope_theta": compute_ntk_base(base, head_dim, given["factor"])}
-    if rope.rope_type == "llama3":
-        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given  # transformers has no defaults for these
-    return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}

@@ -11,12 +11,8 @@ from drawloom import UserError
 from drawloom.components.model.decoder.config import DecoderConfig, derive_head_sizes, find_size_faults
 from drawloom.components.model.decoder.family import COMMON_FIXED, TOKEN_IDS, Family
 from drawloom.components.model.decoder.layer_types import FULL, OF_IMAGES, SLIDING
-from drawloom.components.model.decoder.rope import (
-    USED,
-    InvalidSetting,
-    RopeScaling,
-    longrope_attention_factor,
-)
+from drawloom.components.model.decoder.rope import InvalidSetting, RopeScaling
+from drawloom.components.model.decoder.rope_scaling import USED, longrope_attention_factor
 from drawloom.components.storage.durable_files import open_untrusted_file
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.graph.types.structure import ValueConverter

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.layer import Block
+from drawloom.components.model.decoder.mixer_specs import ConnectedBranch, ConnectionSpec
 from drawloom.components.model.decoder.model import Decoder
-from drawloom.components.model.decoder.specs import ConnectedBranch, ConnectionSpec, LayerContext
+from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import RMSNorm
 from drawloom.ports import Kernels, LayerRange, Role
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.experts import attach_loss_gradient
-from drawloom.components.model.decoder.specs import LatentSpec, LayerContext, SharedIndexSpec, SparseLatentSpec
+from drawloom.components.model.decoder.mixer_specs import LatentSpec, SharedIndexSpec, SparseLatentSpec
+from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.ports import Kernels

@@ -19,8 +19,9 @@ from drawloom.components.model.decoder.config import (
     size_setting,
     training_setting,
 )
+from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.model.decoder.rope import Rope
-from drawloom.components.model.decoder.specs import DeltaSpec, PartSpec
+from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.components.weights.mapper import concatenate, sequential, unsqueeze
 from drawloom.ports import ConfigJson, Mapper
 

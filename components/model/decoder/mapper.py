@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import attrs
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.specs import ExpertSpec
+from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.weights.mapper import chunk, identity, parallel, sequential, unsqueeze, unstack
 from drawloom.ports import Mapper
 

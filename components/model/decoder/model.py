@@ -128,7 +128,9 @@ class Decoder(TensorParallel):
         inputs = hidden
         if self.span.embedding:
             hidden = self.ranks.reduce_scatter_tokens(self.embed_tokens(hidden))
-            if (multiplier := self.architecture.embedding_multiplier_in(hidden.dtype)) != 1.0:
+            if (multiplier := self.architecture.embedding_multiplier) != 1.0:
+                if self.architecture.rounds_embedding_multiplier:
+                    multiplier = torch.tensor(multiplier, device="cpu").to(hidden.dtype).item()
                 hidden = hidden * multiplier
             yield 0, hidden
         contexts = self.build_layer_contexts(shared, inputs, hidden)

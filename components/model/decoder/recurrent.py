@@ -14,13 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.specs import (
-    ChannelDeltaSpec,
-    DeltaSpec,
-    LayerContext,
-    ShortConvSpec,
-    StateSpaceSpec,
-)
+from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, DeltaSpec, ShortConvSpec, StateSpaceSpec
+from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
 from drawloom.components.parallel.tensor_ranks import SplitDim, TensorParallel
 from drawloom.ports import Kernels, Role

@@ -84,17 +84,15 @@ class ProgramRunner:
 
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
-        inputs = self._wait_and_take_stage_input(action, microbatch)
+        inputs = microbatch.inputs if action.stage == 0 else self._wait_and_take_stage_input(action)
         output = stage.forward(action.microbatch, inputs, microbatch.shared, microbatch.batch, microbatch.finish)
         if stage.last:
             self.on_output(action.microbatch, output)
         else:
             self._outputs[action.stage + 1, action.microbatch] = output
 
-    def _wait_and_take_stage_input(self, action: Action, microbatch: MicrobatchInputs) -> Any:
-        """Return a pass's input: the microbatch's own, the previous stage's local output, or a message."""
-        if action.stage == 0:
-            return microbatch.inputs
+    def _wait_and_take_stage_input(self, action: Action) -> Any:
+        """Return the input of a later stage's pass: the previous stage's local output, or a message."""
         key = action.stage, action.microbatch
         inputs = (
             self._outputs.pop(key) if key in self._outputs else self._messages.wait_and_take_message(("RECV_F", *key))
@@ -133,15 +131,14 @@ class ProgramRunner:
         """Run B or I, and buffer the input gradients for the previous stage, unless this is the first stage."""
         stage = self.stages[action.stage]
         run = stage.backward if action.op == "B" else stage.backward_input
-        grads = run(action.microbatch, self._take_output_grads(action))
+        # The last stage's output is a loss, whose gradient is 1.
+        grads = run(action.microbatch, None if stage.last else self._wait_and_take_output_grads(action))
         if action.stage > 0:
             self._grads[action.stage - 1, action.microbatch] = grads
 
-    def _take_output_grads(self, action: Action) -> list[Tensor] | None:
-        """Take an output's gradients (any shapes) from buffer or message; None for a loss: gradient 1."""
+    def _wait_and_take_output_grads(self, action: Action) -> list[Tensor]:
+        """Return the gradients of an earlier stage's output, of any shapes, from the buffer or a message."""
         key = action.stage, action.microbatch
-        if self.stages[action.stage].last:
-            return None
         if key in self._grads:
             return self._grads.pop(key)
         grads: list[Tensor] = self._messages.wait_and_take_message(("RECV_B", *key))

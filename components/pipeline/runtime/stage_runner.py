@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import attrs
@@ -13,7 +12,7 @@ from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.kernels import deferred_grads
 from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.recompute.policy import apply_recompute_policy
-from drawloom.ports import LOSSES, Batch, BatchContext, Finish, Loss, LossSums, Shards, Stage, StepState
+from drawloom.ports import LOSSES, Batch, BatchContext, Finish, Loss, Shards, Stage, StepState
 
 
 @attrs.define(eq=False)
@@ -90,17 +89,13 @@ class StageRunner:
         if batch is None:
             return self.stage.module(inputs, shared, finish)
         # The loss is computed inside of the module's forward pass, where hooks have gathered the head's weights.
-        loss, weight, sums = self.stage.module(inputs, shared, partial(self._compute_loss, batch))
-        self.state.microbatch(microbatch)[LOSSES] = {"loss": loss, "weight": weight, "sums": dict(sums)}
-        return loss
-
-    def _compute_loss(self, batch: Batch, hidden: Any, head: Any) -> LossSums:
-        """Return the loss component's result; TypeError if it is not a tuple of loss sum, weight and further sums."""
-        result = self.objective.loss(hidden, head, batch)
+        result = self.stage.module(inputs, shared, lambda hidden, head: self.objective.loss(hidden, head, batch))
         if not isinstance(result, tuple) or len(result) != 3:
             wanted = "the sum of the losses, the sum of their weights, and a dict of further sums"
             raise TypeError(f"{type(self.objective).__name__}.loss returns a {type(result).__name__}; return {wanted}")
-        return result
+        loss, weight, sums = result
+        self.state.microbatch(microbatch)[LOSSES] = {"loss": loss, "weight": weight, "sums": dict(sums)}
+        return loss
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         kept = self._in_flight.pop(microbatch)

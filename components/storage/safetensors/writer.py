@@ -65,7 +65,7 @@ def write_safetensors_file(path: Path, tensors: Mapping[str, Tensor]) -> FileDig
     with create_safetensors_file(path, specs) as writer:
         for name in [*writer.missing]:  # from start to end, so that the file can be hashed
             writer.write(name, tensors[name])
-    return writer.file.finish_digest()
+    return writer.file.sha256.finish()
 
 
 def build_header_and_entries(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, TensorEntry]]:

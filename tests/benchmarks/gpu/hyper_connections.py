@@ -71,7 +71,7 @@ def _show(name: str, residual: str, implementation: str, compiled: bool, plain: 
     sizes: dict[str, Any] = SIZES | {"residual": residual}
     model = Pattern(kernels=kernels, **sizes)
     with DEVICE:
-        module: Any = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True)).bfloat16()
+        module: Any = model.build(LayerRange.of_whole_model(model.num_hidden_layers)).bfloat16()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.02)
     if compiled:

@@ -202,7 +202,7 @@ def _make_our_step(
     kernels.open()
     blueprint = _blueprint(config, kernels)
     with torch.device("meta"):
-        built: nn.Module = blueprint.build(LayerRange(0, blueprint.num_hidden_layers, True, True))
+        built: nn.Module = blueprint.build(LayerRange.of_whole_model(blueprint.num_hidden_layers))
     model = built.bfloat16().to_empty(device=DEVICE)
     _fill(model)
     rows, length = tokens.shape

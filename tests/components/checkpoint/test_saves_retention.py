@@ -31,11 +31,10 @@ POLICIES = st.builds(
 def test_exactly_the_checkpoints_of_the_policy_are_kept(
     candidates: dict[int, dict[str, int | None]], policy: Retention
 ) -> None:
-    """Kept are the newest, the multiples, the best, and the newest finite one, and no others."""
-    stay = policy.steps_to_keep_for_now(candidates) | policy.steps_to_keep_forever(candidates)
+    """Kept for now are the newest, the best, and the newest finite one, and no others."""
+    stay = policy.steps_to_keep_for_now(candidates)
     ordered = sorted(candidates)
     expected = set(ordered[len(ordered) - min(policy.keep, len(ordered)) :])
-    expected |= {step for step in ordered if policy.every and not step % policy.every}
     finite = [step for step in ordered if candidates[step].get("loss", 0) is not None]
     expected |= {max(finite)} if finite else set()
     measured = {

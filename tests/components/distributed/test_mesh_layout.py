@@ -8,7 +8,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from drawloom.components.distributed.mesh_layout import Layout, resolve_layout
+from drawloom.components.distributed.mesh_layout import Layout
+from drawloom.components.distributed.mesh_sizes import resolve_layout
 from drawloom.components.ports.distributed import DIMENSIONS, PerDimension
 from drawloom.graph import UserError
 

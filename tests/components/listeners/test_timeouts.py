@@ -160,7 +160,7 @@ def test_a_log_that_hangs_does_not_prevent_the_exit(
 ) -> None:
     """The process exits even if writing the report hangs."""
     gate = threading.Event()
-    monkeypatch.setattr("drawloom.components.listeners.timeouts.REPORT_TIMEOUT", 0.05)
+    monkeypatch.setattr("drawloom.components.listeners.hang_report.REPORT_TIMEOUT", 0.05)
     monkeypatch.setattr(FakeProcesses, "fail_ranks_and_must_exit", lambda *_: gate.wait(10))
     timeouts.first_step = 0.01
     timeouts.on_event(Event("run_started"))

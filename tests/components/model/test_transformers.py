@@ -61,7 +61,7 @@ def saved(folder: Path, model_type: str, **changes: Any) -> tuple[Transformers, 
 
 def loaded(model: Transformers) -> Any:
     """Return the whole model with the folder's weights."""
-    module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+    module = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
     fill_module_from_folder(model.path, module, model.hugging_face_mapper().inverse())
     return module
 
@@ -251,7 +251,7 @@ def test_random_weights_start_like_transformers(tmp_path: Path) -> None:
 
 def loaded_names(model: Transformers) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters of the whole model by name."""
-    span = LayerRange(0, model.num_hidden_layers, embedding=True, head=True)
+    span = LayerRange.of_whole_model(model.num_hidden_layers)
     return list(model.build(span).named_parameters())
 
 

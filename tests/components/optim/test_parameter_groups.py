@@ -154,7 +154,7 @@ def test_check_knows_the_names_that_a_run_trains(name: str) -> None:
     with recipe.open("model") as run:
         model = run["model"]
         with torch.device("meta"):
-            whole = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+            whole = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
     names = [name for name, _ in whole.named_parameters()]
     values = {"optimizer": {"groups": [{"targets": [name]} for name in [*names, "lm_head.bias"]]}}
     [warning] = texts(recipe.with_values(values))

@@ -18,7 +18,7 @@ def fill_model(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, 
     """Return a small model on one of several tensor ranks, drawn from a seed: its parameters, and their places."""
     model = dense(vocab_size=31)
     with torch.device("meta"):
-        module: nn.Module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+        module: nn.Module = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
     places = {
         name: parameter_split.tensor_slice
         for name, parameter_split in split_over_ranks(module, TensorRanks(SilentRank(rank, ranks))).items()

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from drawloom.graph.component import NAME
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.merged import MergedRecipe
-from drawloom.graph.registry.registry import NAME, EntryPointSource, PackageSource
+from drawloom.graph.registry.registry import EntryPointSource, PackageSource
 
-for _name in ("types.describe", "wiring.misfits", "toml.diagnosis"):
+for _name in ("types.describe", "registry.suggestions", "wiring.misfits", "toml.diagnosis"):
     import_module(f"drawloom.graph.{_name}")  # a process imports it with its first problem
 
 SECRET = '''

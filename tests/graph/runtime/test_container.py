@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.graph.cli.commands.training.run import format_timings
+from drawloom.graph.lifecycle import NodeTiming
 from drawloom.graph.problems import ReopenError, UserError
 from drawloom.graph.project import Project
-from drawloom.graph.runtime.container import NamedExitStack, NodeTiming, time_lifecycle
+from drawloom.graph.runtime.opened import NamedExitStack, time_lifecycle
 from drawloom.graph.wiring.graph import Graph
 from support.shop.components.stores.disk import Disk
 

@@ -20,9 +20,8 @@ from drawloom.graph.cli.command import (
     print_escaped_text,
 )
 from drawloom.graph.garbage import free_closed_graphs
-from drawloom.graph.lifecycle import LifecycleStage
+from drawloom.graph.lifecycle import LifecycleStage, NodeTiming
 from drawloom.graph.problems import ReopenError
-from drawloom.graph.runtime.container import NodeTiming
 
 STAGES: tuple[LifecycleStage, ...] = ("build", "open", "close")
 

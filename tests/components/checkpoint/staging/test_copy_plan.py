@@ -30,7 +30,7 @@ def stage_and_copy(state: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 def count_copied_bytes(state: dict[str, Any]) -> int:
     """Return the number of bytes copied for a state."""
-    return sum(copy.bytes for copy in plan_copies(state, Pool())[1])
+    return sum(copy.target.nbytes for copy in plan_copies(state, Pool())[1])
 
 
 @st.composite

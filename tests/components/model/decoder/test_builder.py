@@ -63,7 +63,7 @@ def test_initial_values_depend_on_name_and_seed() -> None:
 def test_a_slice_starts_as_in_the_whole_parameter(make: Callable[..., DecoderBuilder]) -> None:
     """Slices along rows, columns or experts have the whole parameter's numbers."""
     model = make()
-    whole = model.build(LayerRange(0, model.num_hidden_layers, True, True))
+    whole = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
     for name, parameter in whole.named_parameters():
         model.initialize_parameter(name, parameter, seed=5)
         for dim, size in enumerate(parameter.shape):

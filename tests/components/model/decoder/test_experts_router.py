@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.experts import (
     Router,
     attach_loss_gradient,
     compute_aux_loss_grad,
     sum_weighted_z_loss,
 )
-from drawloom.components.model.decoder.specs import ExpertSpec, Routing
 from drawloom.components.parallel.row_sums import RowSums
 from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
 from drawloom.kernels.recompute.saved_tensors import get_wrapper_of_saved_variable

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from drawloom.components.model.decoder.hugging_face import read_config
-from drawloom.components.model.decoder.rope import RopeScaling, convert_to_kernel_scaling
+from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.decoder.rope_scaling import convert_to_kernel_scaling
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe, Qwen3MoeConfig
 from drawloom.graph import UserError
@@ -190,7 +191,8 @@ def test_static_ntk_is_exported_as_a_larger_base(transformers: Any) -> None:
     assert "rope_parameters" not in written
     theirs = Qwen3RotaryEmbedding(transformers.Qwen3Config(**written)).inv_freq
     torch.testing.assert_close(theirs.double(), expected, rtol=1e-6, atol=0)
-    ours = rope_frequencies(width, 500.0, convert_to_kernel_scaling(model.architecture.rope_scaling, 32))
+    scaling: Any = model.architecture.rope_scaling
+    ours = rope_frequencies(width, 500.0, convert_to_kernel_scaling(scaling, 32))
     torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=0)
 
 

@@ -52,7 +52,7 @@ def granite(parametrization: Any = None, width: int = 64, layers: int = 4) -> Gr
 
 def whole(model: Granite) -> nn.Module:
     """Return a whole model with initial values."""
-    module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
+    module = model.build(LayerRange.of_whole_model(model.num_hidden_layers))
     for name, parameter in module.named_parameters():
         model.initialize_parameter(name, parameter.data, 1)
     return module

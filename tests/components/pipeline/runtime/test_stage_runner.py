@@ -33,10 +33,15 @@ def test_a_loss_of_another_form_is_named() -> None:
         def loss(self, *_: Any) -> Tensor:
             return torch.zeros(())
 
-    runner: Any = SimpleNamespace(objective=Mean())
-    none: Any = None
+    class EndOnly(nn.Module):
+        def forward(self, hidden: Any, shared: Any, finish: Finish) -> Any:
+            return finish(hidden, NO_HEAD)
+
+    stage: Any = SimpleNamespace(index=0, count=1, recompute="none", module=EndOnly())
+    objective: Any = Mean()
+    batch: Any = object()
     with pytest.raises(TypeError, match=r"Mean\.loss returns a Tensor; return the sum of the losses"):
-        StageRunner._compute_loss(runner, none, none, none)
+        StageRunner(stage, objective).forward(0, None, NO_HEAD, batch)
 
 
 pytestmark = pytest.mark.usefixtures("float64")

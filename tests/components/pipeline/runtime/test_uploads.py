@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import attrs
 import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.executor import Uploads
+from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.state.trees import list_leaves
 from support.clips import Clips, clips
@@ -78,9 +77,3 @@ def test_every_tensor_of_an_own_batch_is_copied(seen: list[str]) -> None:
     there = Uploads(torch.device("meta")).start_upload(clips())
     assert isinstance(there, Clips) and all(tensor.is_meta for tensor in there.tensors()) and there.skipped == 4
     assert seen.count("copy in copies") == 5
-
-
-def test_on_a_cpu_nothing_is_copied() -> None:
-    """Batches are already on the device."""
-    batch: Any = TokenBatch(*(torch.ones(2, 3) for _ in range(5)))
-    assert Uploads(torch.device("cpu")).start_upload(batch) is batch
