@@ -30,7 +30,7 @@ LONG_COMPONENTS = ("components/pipeline", "components/checkpoint", "components/d
 FIRST = (
     "gpu",
     "docs",
-    "house/test_settings.py",
+    "house",
     "meshes",
     "recipes",
     "runs",
@@ -39,6 +39,7 @@ FIRST = (
     *LONG_COMPONENTS,
     "kernels",
     "contracts",
+    "graph/test_schema.py",
 )
 """Slowest folders and files. xdist's workers run files in order, so that short files fill the gaps at the end."""
 

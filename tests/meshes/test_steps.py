@@ -220,9 +220,9 @@ def test_mixed_precision_matches_one_process() -> None:
         (tied, data[:1], narrow, torch.bfloat16, 0.03),  # each of 4 sums in bfloat16 is 0.4 % off at most
     ):
         ranks, lengths = 2 if case == tied else 4, (4, 2)
-        one = pipelines.steps([("gpipe", *case[1:])], {}, "cpu", precision, lengths=lengths)[0]
+        one = pipelines.steps([("gpipe", *case[1:])], {}, "cpu", precision, layers=4, lengths=lengths)[0]
         cases = [([case], sizes, lengths) for sizes in meshes]
-        meshed = run_ranks(pipelines.steps_on_meshes, ranks, cases, "cpu", precision, timeout=120)
+        meshed = run_ranks(pipelines.steps_on_meshes, ranks, cases, "cpu", precision, 1, 4, timeout=120)
         for number, sizes in enumerate(meshes):
             steps = [rank[number][0] for rank in meshed]
             assert sum(rank["loss"] for rank in steps) == pytest.approx(one["loss"], rel=1e-4), sizes

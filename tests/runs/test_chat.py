@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 from drawloom.graph.cli.main import main
 from support.chat import say, tokenizer_folder
@@ -60,10 +60,10 @@ def test_runs_and_exports_answer_several_messages(
     *messages, answer = json.loads(capsys.readouterr().out)["messages"]
     assert messages == [{"role": "system", "content": "good"}, {"role": "user", "content": "hello"}]
     export = lab / "runs/sft/export"
-    tokenizer = AutoTokenizer.from_pretrained(export)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export)
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    model = AutoModelForCausalLM.from_pretrained(export)
+    model = transformers.AutoModelForCausalLM.from_pretrained(export)
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, end]
     theirs = model.generate(ids, max_length=64, do_sample=False, pad_token_id=end)
     assert int(theirs[0, -1]) == end and theirs.shape[1] < 64

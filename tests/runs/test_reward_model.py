@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+import transformers
 
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.feedback import encode_prompt_completion_row
@@ -59,7 +59,7 @@ def test_scores_learn_the_preference(tmp_path: Path) -> None:
     is_right = [chosen > rejected for chosen, rejected in zip(scores["1"][::2], scores["1"][1::2], strict=True)]
     assert sum(is_right) > 0.7 * len(is_right)
     export = tmp_path / "runs/one/export"
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(export), open_tokenizer(export)
+    model, tokenizer = transformers.AutoModelForSequenceClassification.from_pretrained(export), open_tokenizer(export)
     with closing(ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens_by_name)) as template:
         encoded = [encode_prompt_completion_row(tokenizer, answer, template).ids.tolist() for answer in answers[:4]]
     for ids, score in zip(encoded, scores["1"], strict=False):
@@ -93,7 +93,7 @@ def test_a_classifier_learns_its_labels_and_is_read_by_transformers(tmp_path: Pa
     assert outcome.code == 0, outcome.text
     scored = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text("utf-8").splitlines()]
     export = tmp_path / "runs/stages/export"
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(export), open_tokenizer(export)
+    model, tokenizer = transformers.AutoModelForSequenceClassification.from_pretrained(export), open_tokenizer(export)
     assert model.config.label2id == {"negative": 0, "positive": 1}
     for line, row in zip(lines[:6], scored, strict=True):
         logits = model(torch.tensor([[*tokenizer.encode(line["text"]).tolist(), tokenizer.eos_id]])).logits

@@ -26,10 +26,10 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from drawloom.components.data.conversations import Conversations
 from drawloom.components.data.feedback import Feedback
@@ -207,7 +207,7 @@ class Oracle:
 
     def __init__(self, base: Base, folder: Path) -> None:
         self.base, self.template = base, TEMPLATES[base.template]
-        self.tokenizer = AutoTokenizer.from_pretrained(base.write(folder))
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(base.write(folder))
 
     def encode_piece(self, text: str) -> list[int]:
         """Return a text's ids, without special tokens around it."""
@@ -399,12 +399,12 @@ def check_ends(tokenizer: HuggingFaceTokenizer, oracle: Oracle) -> None:
             assert expected <= component.answer_end_ids
 
 
-def write_model(base: Base, folder: Path, vocab_size: int, prompt: Sequence[int]) -> LlamaForCausalLM:
+def write_model(base: Base, folder: Path, vocab_size: int, prompt: Sequence[int]) -> "transformers.LlamaForCausalLM":
     """Write the base with weights, and return the model, whose greedy text after the prompt soon has the id OTHER."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(**sizes, vocab_size=vocab_size, initializer_range=0.5, **base.config_ids)
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    config = transformers.LlamaConfig(**sizes, vocab_size=vocab_size, initializer_range=0.5, **base.config_ids)
+    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
     third = int(continue_greedily(model, prompt, 3, [-1])[-1])
     head = model.lm_head.weight
     head[[third, OTHER]] = head[[OTHER, third]]
@@ -415,14 +415,16 @@ def write_model(base: Base, folder: Path, vocab_size: int, prompt: Sequence[int]
     return model
 
 
-def continue_greedily(model: LlamaForCausalLM, prompt: Sequence[int], count: int, ends: Sequence[int]) -> list[int]:
+def continue_greedily(
+    model: "transformers.LlamaForCausalLM", prompt: Sequence[int], count: int, ends: Sequence[int]
+) -> list[int]:
     """Return up to `count` ids after a prompt, without the end."""
     limits = {"max_new_tokens": count, "eos_token_id": ends, "pad_token_id": IM_END}
     ids = model.generate(torch.tensor([prompt]), do_sample=False, **limits)
     return [token for token in ids[0, len(prompt) :].tolist() if token not in ends]
 
 
-def measure_loss(model: LlamaForCausalLM, documents: Sequence[Sequence[int]]) -> float:
+def measure_loss(model: "transformers.LlamaForCausalLM", documents: Sequence[Sequence[int]]) -> float:
     """Return the mean loss over all tokens but the first of every document."""
     total, count = 0.0, 0
     for document in documents:
@@ -481,10 +483,10 @@ def check_export(export: Path, base: Base, texts: Sequence[str], oracle: Oracle)
     config = json.loads((export / "config.json").read_text())
     assert {name: config[name] for name in base.config_ids} == dict(base.config_ids)
     assert config["unknown_key"] == [1, 2]
-    loaded = AutoModelForCausalLM.from_pretrained(export).generation_config
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(export).generation_config
     assert {*_list_ids(loaded.eos_token_id)} >= {*_list_ids((base.generation or base.config_ids)["eos_token_id"])}
     if base.generation is not None:
         assert (loaded.temperature, loaded.do_sample) == (0.5, True)
-    tokenizer = AutoTokenizer.from_pretrained(export)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export)
     for text in texts:
         assert [*tokenizer(text)["input_ids"], EOS][: len(document := oracle.encode_document(text))] == document

@@ -5,6 +5,7 @@ import io
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +17,7 @@ BLANK = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, token
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
 def code_lines(text: str) -> int:
     """Return the number of code lines in a module: no blanks, comments and docstrings."""
     docstrings = {line for node in _docstrings(ast.parse(text)) for line in range(node.lineno, _end(node) + 1)}

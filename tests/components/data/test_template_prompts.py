@@ -5,7 +5,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import transformers
 
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.template_prompts import TemplatePrompts
@@ -62,7 +62,7 @@ def test_a_message_after_an_answer_continues_the_conversation(tmp_path: Path, te
     sampled. A control token in the message is text.
     """
     folder = tokenizer_folder(tmp_path / "tokenizer", template)
-    tokenizer, oracle = open_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer, oracle = open_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     turns = say("hello", "<think>\na\n</think>\n\nday" if template is THINKING else "day")
     message = {"role": "user", "content": "a new day"}
     with closing(TemplatePrompts(tokenizer=tokenizer)) as prompts:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoConfig
 
 from drawloom import Recipe
 from drawloom.components.model.decoder.builder import DecoderBuilder
@@ -93,7 +93,7 @@ def test_published_configs_name_shared_indexers(keys: dict[str, Any], types: str
     """Letters, or a period and an offset, are read as layer types like by transformers."""
     config = {key: value for key, value in glm().hugging_face_config().items() if key != "indexer_types"}
     config |= {"num_hidden_layers": 7, "mlp_layer_types": None, **keys}
-    assert "".join(kind[0].upper() for kind in AutoConfig.for_model(**config).indexer_types) == types
+    assert "".join(kind[0].upper() for kind in transformers.AutoConfig.for_model(**config).indexer_types) == types
     (tmp_path / "config.json").write_text(json.dumps(config))
     read: Any = read_config(GlmMoeDsa.family, tmp_path)
     assert "".join(kind[0].upper() for kind in read.indexer_types) == types

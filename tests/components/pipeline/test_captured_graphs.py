@@ -101,36 +101,45 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
     assert recorder.recorded > 0 and len(ran) >= 3 * 3 * 2
 
 
-def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, how: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run the cases in a separate process with stand-ins for CUDA graphs."""
-    with use_recorder() as graph_recorder:
-        steps_of_rank: list[dict[str, Any]] = steps(cases, capture, **how)
-    assert bool(graph_recorder.recorded) == capture
-    return steps_of_rank
+MESHES: dict[str, tuple[list[pipelines.Case], dict[str, Any]]] = {
+    "pipeline": (CASES, {}),
+    "replicas": (CASES[2:4], {"sizes": {"data_replicate": 2}}),
+    "shards": ([*CASES[:3], ("gpipe", 2, False, False, "measured")], {"sizes": {"data_shard": 2}}),
+    "once": (CASES[:1], {"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}),
+    "copies": (CASES[:1], {"sizes": {"data_shard": 2}, "around": [CopiedShards]}),
+    "several lengths": (CASES[:1], {"sizes": {"data_shard": 2}, "lengths": (4, 1)}),
+    "context": (CASES[:2], {"sizes": {"context": 2}}),
+    "tensor": (CASES[:2], {"sizes": {"tensor": 2}}),
+    "experts": (
+        [("gpipe", 4, False, False, "symmetric")],
+        {"sizes": {"data_shard": 2, "expert": 2}, "experts": 4},
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "cases"),
-    [
-        ({}, CASES),
-        ({"sizes": {"data_replicate": 2}}, CASES[2:4]),
-        ({"sizes": {"data_shard": 2}}, [*CASES[:3], ("gpipe", 2, False, False, "measured")]),
-        ({"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}, CASES[:1]),
-        ({"sizes": {"data_shard": 2}, "around": [CopiedShards]}, CASES[:1]),
-        ({"sizes": {"data_shard": 2}, "lengths": (4, 1)}, CASES[:1]),
-        ({"sizes": {"context": 2}}, CASES[:2]),
-        ({"sizes": {"tensor": 2}}, CASES[:2]),
-        ({"sizes": {"data_shard": 2, "expert": 2}, "experts": 4}, [("gpipe", 4, False, False, "symmetric")]),
-    ],
-    ids=["pipeline", "replicas", "shards", "once", "copies", "several lengths", "context", "tensor", "experts"],
-)
-def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(
-    how: dict[str, Any], cases: list[pipelines.Case]
-) -> None:
+def run_meshes_with_and_without_graphs() -> dict[str, list[list[dict[str, Any]]]]:
+    """Run the cases on each mesh in a separate process, with stand-ins for CUDA graphs and without graphs."""
+    steps_by_mesh = {}
+    for mesh, (cases, how) in MESHES.items():
+        with use_recorder() as graph_recorder:
+            steps_by_mesh[mesh] = [steps(cases, True, **how)]
+            recorded = graph_recorder.recorded
+            steps_by_mesh[mesh].append(steps(cases, False, **how))
+        assert 0 < recorded == graph_recorder.recorded
+    return steps_by_mesh
+
+
+@pytest.fixture(scope="module")
+def steps_on_two_ranks() -> list[dict[str, list[list[dict[str, Any]]]]]:
+    """Return both ranks' steps on every mesh, in shared processes because starting takes longer than the steps."""
+    return run_ranks(run_meshes_with_and_without_graphs, 2, timeout=240)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(mesh: str, steps_on_two_ranks: Any) -> None:
     """Messages come from and go to other ranks, and to stages of the same rank; the last passes reduce gradients."""
-    steps_by_rank = [run_ranks(run_steps_with_graphs, 2, cases, capture, how, timeout=120) for capture in (True, False)]
-    for ours, theirs in zip(*steps_by_rank, strict=True):
-        for replayed, plain in zip(ours, theirs, strict=True):
+    for steps_by_mesh in steps_on_two_ranks:
+        for replayed, plain in zip(*steps_by_mesh[mesh], strict=True):
             assert_same(replayed, plain)
 
 

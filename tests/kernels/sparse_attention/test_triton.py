@@ -47,14 +47,15 @@ def assert_same_gradients(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "keys", "chosen", "widths"), [(3, 12, 5, (12, 8)), (130, 90, 70, (16, 0)), (2, 12, 5, (128, 9))]
+    ("length", "heads", "keys", "chosen", "widths"),
+    [(4, 3, 12, 5, (12, 8)), (2, 130, 90, 70, (16, 0)), (4, 2, 12, 5, (128, 9))],
 )
 def test_attention_equals_eager(
-    heads: int, keys: int, chosen: int, widths: tuple[int, int], dtype: torch.dtype
+    length: int, heads: int, keys: int, chosen: int, widths: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """Results, weights and gradients are as in float64, with few and many heads, and with or without wider keys."""
-    inputs = draw(2, 4, heads, sum(widths), dtype=dtype), draw(2, keys, sum(widths), dtype=dtype)
-    choice, wide = draw_choice(2, 4, keys, chosen), exact(*inputs)
+    inputs = draw(2, length, heads, sum(widths), dtype=dtype), draw(2, keys, sum(widths), dtype=dtype)
+    choice, wide = draw_choice(2, length, keys, chosen), exact(*inputs)
     mixed, weights = sparse_attention_triton(*inputs, choice, widths[0], 0.3)
     expected, sums = sparse_attention_eager(wide[0], wide[1], choice, widths[0], 0.3)
     bound = 4.0 if dtype == torch.bfloat16 else 100.0

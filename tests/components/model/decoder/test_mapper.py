@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+import transformers
 
 from drawloom import Recipe
 from drawloom.components.model.fallback.build import build_meta_model
@@ -20,7 +20,7 @@ def test_parameters_map_to_all_modules_of_transformers(family: str, tmp_path: Pa
         model = objects["model"]
         (tmp_path / "config.json").write_text(json.dumps(model.hugging_face_config()), "utf-8")
         ours = convert_tensors(model.transformers_mapper(None), persistent_tensors(model.build_on_meta()))
-    theirs = build_meta_model(AutoConfig.from_pretrained(tmp_path)).state_dict()
+    theirs = build_meta_model(transformers.AutoConfig.from_pretrained(tmp_path)).state_dict()
     if model.architecture.tie_word_embeddings:
         del theirs["lm_head.weight"]
     assert {name: tensor.shape for name, tensor in ours.items()} == {name: t.shape for name, t in theirs.items()}
