@@ -7,8 +7,8 @@ medians over the steps after `WARM_UPS`, the plan's prediction, and peak memory.
 time: to compute, as one GPU does with the same tokens, or to send its bytes at the measured bandwidth. Losses in the
 first steps are compared with one GPU's for the same batches.
 
-Runs take their GPUs in turn, and run side by side where GPUs are free: first those on one GPU, then every row's.
-torchtitan runs once for rows that differ only in what it has no counterpart for, such as CUDA graphs.
+Runs take their GPUs in turn, and run side by side where GPUs are free: first all runs on one GPU, then every row's.
+torchtitan runs once for rows with other nodes of ours alone, such as CUDA graphs.
 
 With fewer GPUs than ranks, the ranks share them (`device.share`): then rates mean nothing, but losses, launches and the
 host's time do. `ONLY="0.6B !reshard"` selects rows by words in their names, and none with the word behind `!`;
@@ -105,7 +105,7 @@ LORA = (
 LONG = ('stages.recompute="blocks"', 'offload.use="pipeline.offloaded_inputs"')
 
 OURS_ALONE = ("overlap", "capture", "copies")
-"""Nodes that torchtitan has no counterpart for, and which change how a row is computed, but not what."""
+"""Nodes without a counterpart in torchtitan; with them a row has the same results."""
 
 SCHEDULES = {"one_f_one_b": "1F1B", "zero_bubble_v": "ZBVZeroBubble"}
 WEIGHT_BYTES = 2
@@ -491,7 +491,7 @@ def plan(row: Row, folder: Path, tokens: int) -> str:
 
 
 def has_titan_run(row: Row) -> bool:
-    """Whether torchtitan has this model and mesh, and counterparts of the edits that change what is computed."""
+    """Whether torchtitan has this model and mesh, and counterparts of the edits that change results."""
     known = ("stages.reshard", *OURS_ALONE, *SCHEDULES)
     edits = all(any(name in edit for name in known) for edit in row.edits)
     return edits and row.model in TITAN and not (TINY or RATES or "--ours" in sys.argv)
