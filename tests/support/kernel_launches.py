@@ -76,12 +76,12 @@ def norms() -> Iterator[tuple[str, Launch]]:
 def gates() -> Iterator[tuple[str, Launch]]:
     for dtype in (BF16, FLOAT):
         gate, gate_and_up, scale = empty(64, 1536, dtype=dtype), empty(64, 3072, dtype=dtype), empty(64, dtype=FLOAT)
-        yield f"swiglu {dtype}", lambda g=gate: gate_kernels._swiglu(g, g, None)
-        yield f"swiglu backward {dtype}", lambda g=gate: gate_kernels._swiglu_backward(g, g, g, None)
-        yield f"swiglu scaled {dtype}", lambda b=gate_and_up, s=scale: gate_kernels._swiglu_halves(b, s)
+        yield f"swiglu {dtype}", lambda g=gate: gate_kernels._apply_gate(g, g, None, 0)
+        yield f"swiglu backward {dtype}", lambda g=gate: gate_kernels._compute_gradients(g, g, g, None, 0)
+        yield f"swiglu scaled {dtype}", lambda b=gate_and_up, s=scale: gate_kernels._apply_gate_to_halves(b, s, 0)
         yield (
             f"swiglu of halves backward {dtype}",
-            lambda g=gate, b=gate_and_up, s=scale: gate_kernels._swiglu_halves_backward(g, b, s),
+            lambda g=gate, b=gate_and_up, s=scale: gate_kernels._compute_gradients_of_halves(g, b, s, 0),
         )
 
 
@@ -261,9 +261,9 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
         )
     yield "rms_norm of far rows", lambda: rms_norm._forward(rows, rows, norm, 1e-6, False)
     yield "rms_norm backward of far rows", lambda: rms_norm._backward(rows, rows, rows, norm, numbers, False, True)
-    yield "swiglu of far rows", lambda: gate_kernels._swiglu(rows, rows, numbers)
-    yield "swiglu backward of far rows", lambda: gate_kernels._swiglu_backward(rows, rows, rows, numbers)
-    yield "swiglu of many elements", lambda: gate_kernels._swiglu(storage, storage, None)
+    yield "swiglu of far rows", lambda: gate_kernels._apply_gate(rows, rows, numbers, 0)
+    yield "swiglu backward of far rows", lambda: gate_kernels._compute_gradients(rows, rows, rows, numbers, 0)
+    yield "swiglu of many elements", lambda: gate_kernels._apply_gate(storage, storage, None, 0)
     yield (
         "cut_cross_entropy of far rows",
         lambda: cross_entropy._forward(rows, rows, targets, 128, 256, 2**28),
