@@ -273,7 +273,6 @@ def _forward(
             STEP=STEP,
             TMA=by_tma,
             num_warps=WARPS,
-            enable_fp_fusion=True,
         )
         del logits  # or they would live until the next chunk's are computed
     return logsumexp_in_fixed_order(lse.T), target_logit
@@ -413,7 +412,6 @@ def _compute_grad_logits_and_tiles(
         HAS_LOGITS=by_torch,
         FILTERED=cut.filter_eps > 0,
         num_warps=WARPS,
-        enable_fp_fusion=True,
     )
     return grad_logits, active
 
@@ -436,7 +434,6 @@ def _write_sparse_grad_hidden(
         TMA=by_tma,
         num_warps=WARPS,
         num_stages=STAGES,
-        enable_fp_fusion=True,
     )
 
 
@@ -456,7 +453,6 @@ def _add_sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor,
         TMA=by_tma,
         num_warps=WARPS,
         num_stages=STAGES,
-        enable_fp_fusion=True,
     )
 
 
@@ -802,7 +798,6 @@ def _fill_losses_and_grad_logits(
         BLOCK=block,
         DEPTH=DEPTH,
         num_warps=max(1, block // 256),
-        enable_fp_fusion=True,
     )
 
 

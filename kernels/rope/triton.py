@@ -115,7 +115,6 @@ def _launch_rotation(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interl
         BLOCK=block,
         REST_BLOCK=next_power_of_2(max(rest, 1)),
         num_warps=max(1, min(vectors * block // 256, 8)),
-        enable_fp_fusion=True,
     )
 
 
@@ -356,7 +355,6 @@ def _qk_norm_rope(
         VECTORS=vectors,
         BLOCK=block,
         num_warps=8,
-        enable_fp_fusion=True,
     )
 
 
@@ -421,8 +419,6 @@ def _qk_norm_rope_backward(
         PAIRS=channels // 2,
         VECTORS=vectors,
         BLOCK=block,
-        num_warps=4,
-        enable_fp_fusion=True,
     )
     sum_partials(parts[:q_programs], grad_q_weight)
     sum_partials(parts[q_programs:], grad_k_weight)

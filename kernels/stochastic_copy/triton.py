@@ -37,7 +37,7 @@ def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) ->
     dense = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
     count = source.numel()
     _stochastic_copy_kernel[(cdiv(count, BLOCK),)](
-        dense, source.contiguous(), key, counter, first, count, BLOCK=BLOCK, PER_DRAW=PER_DRAW, enable_fp_fusion=True
+        dense, source.contiguous(), key, counter, first, count, BLOCK=BLOCK, PER_DRAW=PER_DRAW
     )
     if dense is not target:
         target.copy_(dense)
