@@ -141,7 +141,9 @@ class _CutCrossEntropy(Function):
     def backward(
         ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        return *compute_cut_gradients(ctx, *ctx.saved_tensors, grad_losses, grad_lse), None, None, None, None
+        hidden, weight, targets, lse = ctx.saved_tensors
+        computed = compute_cut_gradients(ctx, hidden, weight, targets, lse, grad_losses, grad_lse)
+        return *computed, None, None, None, None
 
 
 def compute_cut_gradients(
