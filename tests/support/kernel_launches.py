@@ -94,7 +94,6 @@ def rotations() -> Iterator[tuple[str, Launch]]:
             f"rope interleaved={interleaved} back={back} of {2 * part}",
             lambda a=angles, i=interleaved, b=back: rope._rotate(q, a, a, i, b),
         )
-    yield "rope in place", lambda: rope._rotate_in_place(q, cos, cos, False, False)
     yield "qk_norm_rope", lambda: rope._qk_norm_rope(q, k, weight, weight, 1e-6, cos, cos)
     yield (
         "qk_norm_rope backward",
