@@ -3,7 +3,7 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 697_664,
+    "tokens of the source": 696_816,
     "files that name float8 outside its folder": 8,
     "code lines imported by check": 12_366,
     "code lines imported by run": 19_151,

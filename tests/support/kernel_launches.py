@@ -25,7 +25,6 @@ from drawloom.kernels.rope import triton as rope
 from drawloom.kernels.sampling.triton import draw_ids_triton
 from drawloom.kernels.sparse_attention import triton as sparse_attention
 from drawloom.kernels.state_space import triton as state_space
-from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 from drawloom.kernels.triton import tma
 from drawloom.kernels.weight_formats import triton as weight_formats
 from drawloom.kernels.weight_formats.eager import FORMATS, STORAGE
@@ -141,7 +140,6 @@ def draws() -> Iterator[tuple[str, Launch]]:
 
 
 def steps() -> Iterator[tuple[str, Launch]]:
-    yield "stochastic_copy", lambda: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), 1 << 60, 1)
     for dtype in (BF16, torch.float16, FLOAT):
 
         def scaled(dtype_of_values: torch.dtype = dtype) -> None:
@@ -237,12 +235,6 @@ def connections() -> Iterator[tuple[str, Launch]]:
 
 def great_numbers() -> Iterator[tuple[str, Launch]]:
     """Yield launches with 64-bit scalars, signed or not, in place of small 32-bit ones."""
-    for position, great in product(range(3), (2**31, 2**32, 2**63 - 8)):
-        key, counter, first = (great if number == position else 8 for number in range(3))
-        yield (
-            f"stochastic_copy {key} {counter} {first}",
-            lambda k=key, c=counter, f=first: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), k, c, f),
-        )
     storage, norm, targets = empty(2**31 + 2**12), empty(128), torch.zeros(2, dtype=torch.int64)
     rows, numbers, ends = storage.as_strided((2, 128), (2**31, 1)), empty(2, dtype=FLOAT), targets.to(torch.int32)
     matrices = storage.as_strided((2, 128, 2), (1, 8, 2**31))
