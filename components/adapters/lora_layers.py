@@ -20,7 +20,8 @@ from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding, Linear
 from drawloom.components.parallel.tensor_ranks import ALONE, SplitDim, TensorParallel, TensorRanks
 from drawloom.components.weights.adapted import EMBEDDING, HEAD
-from drawloom.components.weights.mapper import parallel, rename
+from drawloom.components.weights.mapper import TensorFunction, convert_one, parallel, rename
+from drawloom.kernels.operation import accumulation_dtype
 from drawloom.ports import AdaptedLayer, Fill, Head, HeadLayer, LowRank, Mapper, ModelParameter, TensorGroup
 
 PEFT = "base_model.model."
@@ -78,7 +79,8 @@ class LowRankLayer(AdaptedLayer):
         """Map the tensor `weight` and this layer's factors to `merged` and, if there is a name, to `unmerged`."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            wide = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
+            # Changes are small relative to the weight.
+            wide = [tensor.to(accumulation_dtype(tensors[0])) for tensor in tensors]
             return [self.merge_factors(*wide).to(tensors[0].dtype), *([tensors[0]] if unmerged else [])]
 
         inputs = (weight, *(f"{name}.{leaf}" for leaf in self.adapter_parameter_names))
@@ -229,12 +231,12 @@ class LoraEmbedding(Embedding, LowRankLayer):
     def make_mapper_to_peft(self, name: str) -> Mapper:
         """Transpose A, because it is (rank, vocab_size) in PEFT."""
 
-        def transpose_factor_a(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return [tensors[0].T.contiguous()]
+        def transpose_factor_a(factor: Tensor) -> Tensor:
+            return factor.T.contiguous()
 
         start = f"{PEFT}{name}.lora_embedding_"
-        first = TensorGroup((f"{name}.lora_A",), (f"{start}A",), transpose_factor_a, transpose_factor_a)
-        return parallel(Mapper((first,)), rename({f"{name}.lora_B": f"{start}B"}))
+        first = convert_one(f"{name}.lora_A", transpose_factor_a, transpose_factor_a, f"{start}A")
+        return parallel(first, rename({f"{name}.lora_B": f"{start}B"}))
 
 
 class LoraExperts(Experts, AdaptedLayer):
@@ -286,7 +288,7 @@ class LoraExperts(Experts, AdaptedLayer):
         """Map to W + scale * B A for every expert."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(accumulation_dtype(tensors[0])) for tensor in tensors]
             return [torch.baddbmm(w, b, a, alpha=self.options.scale).to(tensors[0].dtype)]
 
         groups = []
@@ -301,35 +303,26 @@ class LoraExperts(Experts, AdaptedLayer):
 
         PEFT wraps the module once per parameter, so the first parameter's factors belong to `base_layer`.
         """
-
-        def flatten_factor_a(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return [tensors[0].flatten(0, 1)]
-
-        def flatten_factor_b(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return [tensors[0].permute(1, 2, 0).flatten(1)]
-
-        def unflatten_factor_a(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return [tensors[0].reshape(self.num_experts, -1, tensors[0].shape[1])]
-
-        def unflatten_factor_b(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return [tensors[0].reshape(len(tensors[0]), -1, self.num_experts).permute(2, 0, 1)]
-
-        groups = []
+        conversions: dict[str, tuple[TensorFunction, TensorFunction]] = {
+            "A": (
+                lambda factor: factor.flatten(0, 1),
+                lambda flat: flat.reshape(self.num_experts, -1, flat.shape[1]),
+            ),
+            "B": (
+                lambda factor: factor.permute(1, 2, 0).flatten(1),
+                lambda flat: flat.reshape(len(flat), -1, self.num_experts).permute(2, 0, 1),
+            ),
+        }
+        mappers = []
         for index, leaf in enumerate(self.adapted):
             start = f"{PEFT}{name}.{'base_layer.' * (len(self.adapted) - 1 - index)}"
-            conversions = {"A": (flatten_factor_a, unflatten_factor_a), "B": (flatten_factor_b, unflatten_factor_b)}
             for factor, (flatten, unflatten) in conversions.items():
-                names = f"{name}.{leaf}_lora_{factor}", f"{start}lora_{factor}.weight"
-                groups.append(TensorGroup((names[0],), (names[1],), flatten, unflatten))
-        return Mapper(tuple(groups))
+                target = f"{start}lora_{factor}.weight"
+                mappers.append(convert_one(f"{name}.{leaf}_lora_{factor}", flatten, unflatten, target))
+        return parallel(*mappers)
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
         return [self.options.make_low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
-
-
-def choose_merge_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype to merge a tensor in: at least float32, because changes are small relative to the weight."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def compute_dora_scale(
@@ -343,7 +336,7 @@ def compute_dora_scale(
     """
     with torch.no_grad():
         # |w|² + 2 scale w·(bA) + scale² |bA|² needs no second matrix of the weight's size.
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = accumulation_dtype(weight)
         square = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
         a, b = lora_a.to(dtype), lora_b.to(dtype)
         cross = ((weight @ lora_a.to(weight.dtype).T).to(dtype) * b).sum(1)

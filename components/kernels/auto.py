@@ -39,8 +39,6 @@ from drawloom.ports import (
     KeyValueCache,
     NormAndSum,
     PeerExchange,
-    PermutedRows,
-    Routes,
     RowPart,
     StorageFormat,
     TokenLosses,
@@ -63,6 +61,15 @@ class _LazyFunctions(dict[str, Any]):
 
     def __missing__(self, operation: str) -> Any:
         return self.setdefault(operation, self.load(operation))
+
+
+def _make_method(call: Callable[..., Any], operation: str, **settings: Any) -> Any:
+    """Return a method that calls an operation: `functools.partialmethod`, which torch.compile can't trace."""
+
+    def call_operation(self: Any, *arguments: Any, **options: Any) -> Any:
+        return call(self, operation, *arguments, **settings, **options)
+
+    return call_operation
 
 
 class _OperationSettings:
@@ -165,12 +172,6 @@ class AutoKernels(_OperationSettings):
             return None
         return import_module("drawloom.kernels.batch_invariant.triton")
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._multiply("linear", x, weight, bias)  # type: ignore[no-any-return]
-
-    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        return self._functions["embedding"](tokens, weight)  # type: ignore[no-any-return]
-
     def dequantize(self, stored: Tensor, weight_format: StorageFormat) -> Tensor:
         return weight_format.load(stored, self._functions["dequantize"])
 
@@ -179,9 +180,6 @@ class AutoKernels(_OperationSettings):
     ) -> Tensor:
         dequantize = self._functions["dequantize"]
         return self._functions["linear_quantized"](dequantize, x, stored, weight_format, bias)  # type: ignore[no-any-return]
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-        return self._call_recomputable("rms_norm", x, weight, eps, zero_centered, rounded=1)  # type: ignore[no-any-return]
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
@@ -207,23 +205,35 @@ class AutoKernels(_OperationSettings):
         with keep_arguments_in_8_bits(self._load_row_casts, *arguments[:rounded]) if rounded else nullcontext():
             return call_recomputable(function, *arguments)
 
-    def _multiply(self, operation: str, *arguments: Any) -> Any:
+    def _multiply(self, operation: str, *arguments: Any, **options: Any) -> Any:
         """Call a product that saves its inputs only for weight gradients."""
         function = self._functions[operation]
         if torch.compiler.is_compiling() or recorder.get() is None:
-            return function(*arguments)
+            return function(*arguments, **options)
         with accept_rounded_inputs():
-            return function(*arguments)
+            return function(*arguments, **options)
 
-    def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return self._call_recomputable("swiglu", gate, up, scale, rounded=2)  # type: ignore[no-any-return]
+    def _call(self, operation: str, *arguments: Any, **options: Any) -> Any:
+        return self._functions[operation](*arguments, **options)
 
-    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self._call_recomputable("geglu", gate, up, rounded=2)  # type: ignore[no-any-return]
-
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-        # Not `call_recomputable`: its backward pass does not need x, so that recomputation would save no memory.
-        return self._functions["rope"](x, cos, sin, interleaved)  # type: ignore[no-any-return]
+    # The port declares these operations' parameters.
+    linear = _make_method(_multiply, "linear")
+    grouped_gemm = _make_method(_multiply, "grouped_gemm")
+    rms_norm = _make_method(_call_recomputable, "rms_norm", rounded=1)
+    swiglu = _make_method(_call_recomputable, "swiglu", rounded=2)
+    swiglu_halves = _make_method(_call_recomputable, "swiglu_halves", rounded=1)
+    oss_swiglu_halves = _make_method(_call_recomputable, "oss_swiglu_halves", rounded=1)
+    geglu = _make_method(_call_recomputable, "geglu", rounded=2)
+    moe_permute = _make_method(_call_recomputable, "moe_permute")
+    # Not recomputable: its backward pass does not need x, so that recomputation would save no memory.
+    rope = _make_method(_call, "rope")
+    embedding = _make_method(_call, "embedding")
+    choose_keys = _make_method(_call, "choose_keys")
+    sparse_attention = _make_method(_call, "sparse_attention")
+    connect_streams = _make_method(_call, "connect_streams")
+    moe_routes = _make_method(_call, "moe_routes")
+    moe_unpermute = _make_method(_call, "moe_unpermute")
+    add_expert_bias = _make_method(_call, "add_expert_bias")
 
     def qk_norm_rope(
         self,
@@ -292,16 +302,6 @@ class AutoKernels(_OperationSettings):
         seen = self._functions["causal_mask"](k.shape[1], keys.shape[1], mask.window, k.device, count)
         return keys, values, seen[0]
 
-    def choose_keys(
-        self, queries: Tensor, keys: Tensor, factors: Tensor, first_key: Tensor, visible_counts: Tensor, chosen: int
-    ) -> tuple[Tensor, Tensor]:
-        return self._functions["choose_keys"](queries, keys, factors, first_key, visible_counts, chosen)  # type: ignore[no-any-return]
-
-    def sparse_attention(
-        self, q: Tensor, latents: Tensor, choice: Tensor, value_width: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return self._functions["sparse_attention"](q, latents, choice, value_width, scale)  # type: ignore[no-any-return]
-
     def _attend_to_cached(
         self, q: Tensor, cached: CachedKeys, window: int | None, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
@@ -328,11 +328,6 @@ class AutoKernels(_OperationSettings):
     def state_space(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Any) -> Tensor:
         return mask.apply_rule(self._functions["state_space"], (q, k, v, g))  # type: ignore[no-any-return]
 
-    def connect_streams(
-        self, streams: Tensor, output: Tensor | None, before: Tensor | None, connection: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._functions["connect_streams"](streams, output, before, connection)  # type: ignore[no-any-return]
-
     def linear_cross_entropy(
         self,
         hidden: Tensor,
@@ -349,30 +344,9 @@ class AutoKernels(_OperationSettings):
         cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
         return self._functions["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
 
-    def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return self._call_recomputable("swiglu_halves", gate_and_up, scale, rounded=1)  # type: ignore[no-any-return]
-
-    def oss_swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-        return self._call_recomputable("oss_swiglu_halves", gate_and_up, scale, alpha, limit, rounded=1)  # type: ignore[no-any-return]
-
-    def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
-        return self._functions["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
-
-    def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
-        return self._call_recomputable("moe_permute", x, probabilities, routes)  # type: ignore[no-any-return]
-
-    def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
-        return self._functions["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
-
     @property
     def moe_peers(self) -> PeerExchange:
         return self._functions["moe_peers"]  # type: ignore[no-any-return]
-
-    def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-        return self._multiply("grouped_gemm", x, weight, offsets, transposed)  # type: ignore[no-any-return]
-
-    def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
-        return self._functions["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
 
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: StorageFormat, offsets: Tensor

@@ -19,9 +19,8 @@ from drawloom.kernels.batch_invariant.eager import (
     cut_cross_entropy_with_padded_rows,
     multiply_groups_with_padded_rows,
 )
-from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.linear import linear_eager
-from drawloom.ports import IGNORE_INDEX, KeyValueCache, RowPart, StorageFormat, TokenLosses, VocabularyPart
+from drawloom.ports import KeyValueCache, RowPart, StorageFormat
 
 OWN = {"attention": "blocks", "grouped_gemm": "fixed tiles", "linear_cross_entropy": "fixed tiles"}
 """Names of the implementations that only these kernels have, by operation."""
@@ -134,18 +133,6 @@ class BatchInvariantKernels(AutoKernels):
         if part is not None and self._batch_invariant_attention is not None:
             raise UserError("kernels.batch_invariant has no attention to a part of a row; write context = 1", 2)
         return super().attention_mask(documents, window, part, cache, one_document_per_row)
-
-    def linear_cross_entropy(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        token_weights: Tensor | None = None,
-        part: VocabularyPart | None = None,
-    ) -> TokenLosses:
-        """Return losses and log-sum-exp, float32 (...), like `kernels.auto`, without its filter of small gradients."""
-        cut = LogitCut(ignore_index=IGNORE_INDEX, part=part)
-        return self._functions["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
 
 
 def _refuse_wide_products(x: Tensor) -> None:

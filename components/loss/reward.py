@@ -22,6 +22,7 @@ from drawloom.components.weights.heads import find_model_folder, find_score_head
 from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper import distribute_like
 from drawloom.graph import component_base_class
+from drawloom.kernels.operation import accumulation_dtype
 from drawloom.ports import SCORE, Head, LanguageModel, LossSums, Mesh, TokenBatch
 
 
@@ -54,7 +55,7 @@ class ScoreHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return outputs (..., outputs), at least float32, from hidden states (..., width)."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = accumulation_dtype(hidden)
         return hidden.to(dtype) @ self.weight.to(dtype).T
 
 

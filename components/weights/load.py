@@ -21,7 +21,14 @@ from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.dequantized import BITS, DequantizedSource, TextTensors
-from drawloom.components.weights.mapper import cut_slice, distribute_like, parallel, select_outputs, sequential
+from drawloom.components.weights.mapper import (
+    convert_one,
+    cut_slice,
+    distribute_like,
+    parallel,
+    select_outputs,
+    sequential,
+)
 from drawloom.kernels.weight_formats.eager import STORAGE
 from drawloom.ports import (
     LOSS,
@@ -247,11 +254,11 @@ def _create_storage_mapper(
 ) -> Mapper:
     """Return the mapper that quantizes a weight (..., outputs, inputs) on `device`, or moves its stored bits there."""
 
-    def store(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        moved = tensors[0].to(device)
-        return [moved.view(STORAGE) if is_stored else weight_format.quantize(moved)]
+    def store(weight: Tensor) -> Tensor:
+        moved = weight.to(device)
+        return moved.view(STORAGE) if is_stored else weight_format.quantize(moved)
 
-    return Mapper((TensorGroup((name,), (name,), store),))
+    return convert_one(name, store)
 
 
 def _find_target_tensors(module: nn.Module, mapper: Mapper, excluded: Collection[str]) -> dict[str, Tensor]:

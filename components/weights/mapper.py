@@ -5,7 +5,8 @@ They are composed of elementary mappers: rename, reshape, stack, concatenate, di
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -160,13 +161,30 @@ def rename(table: Mapping[str, str]) -> Mapper:
     )
 
 
+TensorFunction = Callable[[Tensor], Tensor]
+"""Function from a tensor to a tensor, both of any shape."""
+
+
+def convert_one(
+    name: str, convert: TensorFunction, revert: TensorFunction | None = None, target: str | None = None
+) -> Mapper:
+    """Convert a tensor, any shape; without a `target` it keeps its name, and `revert`, if any, is the inverse."""
+    back = None if revert is None else partial(_apply_to_only_tensor, revert)
+    return Mapper((TensorGroup((name,), (target or name,), partial(_apply_to_only_tensor, convert), back),))
+
+
+def _apply_to_only_tensor(function: TensorFunction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    [tensor] = tensors
+    return [function(tensor)]
+
+
 def transpose(name: str, first: int, second: int) -> Mapper:
     """Swap two dimensions: (..., first, ..., second, ...) to (..., second, ..., first, ...)."""
 
-    def swap(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensor.transpose(first, second) for tensor in tensors]
+    def swap(tensor: Tensor) -> Tensor:
+        return tensor.transpose(first, second)
 
-    return Mapper((TensorGroup((name,), (name,), swap, swap),))
+    return convert_one(name, swap, swap)
 
 
 def squeeze(name: str, dim: int) -> Mapper:
@@ -176,14 +194,7 @@ def squeeze(name: str, dim: int) -> Mapper:
 
 def unsqueeze(name: str, dim: int) -> Mapper:
     """Insert a dimension with size 1 at `dim`."""
-
-    def add(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensor.unsqueeze(dim) for tensor in tensors]
-
-    def remove(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [_squeeze_dim(tensor, dim) for tensor in tensors]
-
-    return Mapper((TensorGroup((name,), (name,), add, remove),))
+    return convert_one(name, lambda tensor: tensor.unsqueeze(dim), lambda tensor: _squeeze_dim(tensor, dim))
 
 
 def stack(names: Sequence[str], target: str, dim: int = 0) -> Mapper:
@@ -265,20 +276,12 @@ def _compute_piece_sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[in
 
 def cut_slice(name: str, tensor_slice: TensorSlice) -> Mapper:
     """Slice a tensor with shape `tensor_slice.shape`, as a view; without an inverse."""
-
-    def take_slice(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][tensor_slice.index()]]
-
-    return Mapper((TensorGroup((name,), (name,), take_slice),))
+    return convert_one(name, lambda tensor: tensor[tensor_slice.index()])
 
 
 def to_dtype(name: str, dtype: torch.dtype) -> Mapper:
     """Cast a floating-point tensor, any shape; without an inverse."""
-
-    def cast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
-
-    return Mapper((TensorGroup((name,), (name,), cast),))
+    return convert_one(name, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def distribute_like(name: str, tensor: Tensor) -> Mapper:
@@ -287,11 +290,13 @@ def distribute_like(name: str, tensor: Tensor) -> Mapper:
     if `tensor` is not a DTensor.
     """
 
-    def distribute(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def distribute(whole: Tensor) -> Tensor:
+        if not is_dtensor(tensor):
+            return whole
         # imported here, because the import takes a second, and most runs shard nothing
         from torch.distributed.tensor import distribute_tensor
 
         like: Any = tensor
-        return [distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None) for whole in tensors]
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
-    return Mapper((TensorGroup((name,), (name,), distribute if is_dtensor(tensor) else return_unchanged),))
+    return convert_one(name, distribute)

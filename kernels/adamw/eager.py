@@ -92,6 +92,13 @@ ALL = 2**62
 """Row width above all weights."""
 
 
+TENSORS = ("weight", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "exp_avg_scale", "exp_avg_sq_scale")
+"""A weight's tensors, in the order of kernels' results."""
+
+MEANS = {"exp_avg": True, "exp_avg_sq": False}
+"""The means with codes of 8 bits, and whether these have signs."""
+
+
 @dataclass(frozen=True)
 class ParamState:
     """
@@ -136,8 +143,7 @@ class ParamState:
     @property
     def weight_and_state_tensors(self) -> list[Tensor]:
         """Return the weight and its state: two means, and the largest mean of squares, remainder and scales if any."""
-        optional = (self.max_exp_avg_sq, self.remainder, self.exp_avg_scale, self.exp_avg_sq_scale)
-        return [self.weight, self.exp_avg, self.exp_avg_sq, *(tensor for tensor in optional if tensor is not None)]
+        return [tensor for name in TENSORS if (tensor := getattr(self, name)) is not None]
 
     @property
     def is_one_flat_range(self) -> bool:
@@ -223,70 +229,48 @@ class AdamwEager:
             for factor in () if factors is None else factors:
                 flat = (flat * factor.to(accumulation_dtype(flat)).reshape(1)).to(grad.dtype)
             ascent = flat.neg() if self._maximize else flat
-            (_step_8bit_moments if param.has_8bit_moments else _step_float_moments)(
-                param, ascent, row, counter, found_inf
-            )
+            _step_in_chunks(param, ascent, row, counter, found_inf)
 
 
-def _step_8bit_moments(
+def _step_in_chunks(
     param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None
 ) -> None:
-    """Step with means of 8 bits: decode, update, and encode whole rows."""
-    width = param.weight.shape[-1]
-    by_row = [tensor.detach().reshape(-1, tensor.shape[-1]) for tensor in param.weight_and_state_tensors]
-    rows = max(CHUNK // width // PER_DRAW, 1) * PER_DRAW
-    for first in range(0, len(by_row[0]), rows):
-        weight, mean, square, *others = (tensor[first : first + rows] for tensor in by_row)
-        *remainders, mean_scale, square_scale = others
-        read = [join_bfloat16_and_remainder(weight.flatten(), part.flatten()) for part in remainders] or [
-            weight.flatten()
-        ]
-        read += [decode_8bit(mean, mean_scale, True).flatten(), decode_8bit(square, square_scale, False).flatten()]
-        part = slice(first * width, first * width + weight.numel())
-        new, *means = _compute_updated_values(read, grad[part], param.weight_decay, scalars)
+    """Step some elements at a time; with means of 8 bits decode, update, and encode whole rows."""
+    tensors = {name: tensor for name in TENSORS if (tensor := getattr(param, name)) is not None}
+    has_codes, width, chunk = param.has_8bit_moments, 1, CHUNK
+    if has_codes:
+        width = param.weight.shape[-1]
+        chunk = max(CHUNK // width // PER_DRAW, 1) * PER_DRAW
+    by_row = {
+        name: tensor.detach().reshape(-1, *tensor.shape[-1:] if has_codes else ()) for name, tensor in tensors.items()
+    }
+    for first in range(0, len(by_row["weight"]), chunk):
+        old = {name: tensor[first : first + chunk] for name, tensor in by_row.items()}
+        part = slice(first * width, first * width + old["weight"].numel())
+        read = {name: old[name].flatten() for name in TENSORS[:4] if name in old}
+        if "remainder" in old:
+            read["weight"] = join_bfloat16_and_remainder(read["weight"], old["remainder"].flatten())
+        for name, is_signed in MEANS.items() if has_codes else ():
+            read[name] = decode_8bit(old[name], old[f"{name}_scale"], is_signed).flatten()
+        results = _compute_updated_values([*read.values()], grad[part], param.weight_decay, scalars)
         if counter is not None:
-            elements = torch.arange(part.start, part.stop, device=grad.device)
-            new = _round_stochastically_if_bfloat16(new, next(_draw_noise_bits(param, elements, counter)), read[0])
-        results = [*split_into_bfloat16_and_remainder(new)] if remainders else [new]
-        (codes, mean_scales), (square_codes, square_scales) = (
-            encode_8bit(numbers.view(weight.shape), signed)
-            for numbers, signed in zip(means, (True, False), strict=True)
-        )
-        results[1:1] = [codes, square_codes]
-        results += [mean_scales, square_scales]
-        for target, result in zip((weight, mean, square, *others), results, strict=True):
-            changed = result.view(target.shape).to(target.dtype)
-            target.copy_(changed if found_inf is None else torch.where(found_inf == 0, changed, target))
-    for tensor, rows_of_tensor in zip(param.weight_and_state_tensors, by_row, strict=True):
-        if not tensor.is_contiguous():
-            tensor.detach().copy_(rows_of_tensor.view(tensor.shape))
-
-
-def _step_float_moments(
-    param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None
-) -> None:
-    flat = [tensor.detach().reshape(-1) for tensor in param.weight_and_state_tensors]
-    for start in range(0, grad.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        values = [tensor[part] for tensor in flat]
-        read = (
-            values if param.remainder is None else [join_bfloat16_and_remainder(values[0], values[-1]), *values[1:-1]]
-        )
-        results = _compute_updated_values(read, grad[part], param.weight_decay, scalars)
-        if counter is not None:
-            noise = _draw_noise_bits(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
-            results = [_round_stochastically_if_bfloat16(*args) for args in zip(results, noise, read, strict=False)]
-        if param.max_exp_avg_sq is not None:
+            noise = _draw_noise_bits(param, torch.arange(part.start, part.stop, device=grad.device), counter)
+            rounded = zip(results, noise, read.values(), strict=False)
+            results = [_round_stochastically_if_bfloat16(*arguments) for arguments in rounded]
+        new = dict(zip(TENSORS, results, strict=False))
+        if "max_exp_avg_sq" in old:
             # The maximum is one of two values in the stored dtype, so it needs no rounding.
-            results.append(torch.maximum(values[3].float(), results[2].float()))
-        if param.remainder is not None:
-            results[0], remainder = split_into_bfloat16_and_remainder(results[0])
-            results.append(remainder)
-        for value, new in zip(values, results, strict=True):
-            value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
-    for tensor, changed in zip(param.weight_and_state_tensors, flat, strict=True):
+            new["max_exp_avg_sq"] = torch.maximum(read["max_exp_avg_sq"].float(), new["exp_avg_sq"].float())
+        if "remainder" in old:
+            new["weight"], new["remainder"] = split_into_bfloat16_and_remainder(new["weight"])
+        for name, is_signed in MEANS.items() if has_codes else ():
+            new[name], new[f"{name}_scale"] = encode_8bit(new[name].view(old[name].shape), is_signed)
+        for name, result in new.items():
+            changed = result.view(old[name].shape).to(old[name].dtype)
+            old[name].copy_(changed if found_inf is None else torch.where(found_inf == 0, changed, old[name]))
+    for name, tensor in tensors.items():
         if not tensor.is_contiguous():
-            tensor.detach().copy_(changed.view(tensor.shape))
+            tensor.detach().copy_(by_row[name].view(tensor.shape))
 
 
 def _round_stochastically_if_bfloat16(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from drawloom.kernels.adamw.eager import SMALLEST, ParamState, compute_values_an
 from drawloom.kernels.gradients.eager import scale_and_sum_squares
 from drawloom.kernels.triton.primitives import (
     cache_launches,
+    cdiv,
     limit_registers,
     load_or_zero,
     philox,
@@ -45,10 +46,11 @@ PART = 2**14
 BLOCK = 512
 """Elements per program iteration: 4 per thread, 8 bytes in bfloat16; larger ones lower the occupancy."""
 
-TABLE_COLUMNS = 12
+TABLE_COLUMNS = 15
 """
-Numbers in a row of the table: four addresses, the element count, the weight's index among all weights, the
-noise's key, first index, row width and row stride, and the addresses of max_exp_avg_sq and of the remainder, or 0.
+Numbers in a row of the table: addresses of weight, gradient, means, remainder, max_exp_avg_sq and the scales of means,
+0 for missing ones; the count of elements, or of blocks with codes; the weight's index among all weights; the noise's
+key, first index, row width and row stride; and the weight's row width.
 """
 
 CODE_WARPS = 1
@@ -60,13 +62,6 @@ REGISTERS = 64
 PROGRAM_BLOCKS = 32
 """A program's blocks with codes."""
 
-CODE_TABLE_COLUMNS = 14
-"""
-Numbers in a row of the table for codes: the addresses of weight, gradient, means, their scales and the remainder, or 0;
-the count of blocks, the weight's index, the noise's key, first index, row width and row stride, and the weight's row
-width.
-"""
-
 
 class AdamwTriton:
     """Optimizer step with one launch for each dtype combination; bitwise equal to AdamwEager."""
@@ -76,13 +71,7 @@ class AdamwTriton:
         kinds = sorted(filled, key=lambda index: _get_launch_group_key(params[index]))
         groups = [list(group) for _, group in groupby(kinds, key=lambda index: _get_launch_group_key(params[index]))]
         self._launches = [
-            (
-                indices,
-                (_FusedCodeStep if params[indices[0]].has_8bit_moments else _FusedStep)(
-                    [params[index] for index in indices], indices, maximize
-                ),
-            )
-            for indices in groups
+            (indices, _FusedStep([params[index] for index in indices], indices, maximize)) for indices in groups
         ]
 
     def step(
@@ -133,7 +122,10 @@ class _FusedStep:
         self._params, self._indices = params, indices
         self._device = params[0].weight.device
         self._constants = _kernel_constants(params[0]) | {"MAXIMIZE": maximize}
-        parts = [(row, part) for row, param in enumerate(params) for part in self._list_parts(param)]
+        self._has_codes = params[0].has_8bit_moments
+        size = PROGRAM_BLOCKS if self._has_codes else PART
+        counts = [cdiv(_count_elements_or_blocks(param), size) for param in params]
+        parts = [(row, part) for row, count in enumerate(counts) for part in range(count)]
         self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
         weight_decays = torch.tensor([param.weight_decay for param in params], dtype=torch.float32)
         self._weight_decays = upload(weight_decays, self._device)
@@ -164,27 +156,15 @@ class _FusedStep:
         addresses = [grad.data_ptr() for grad in grads]
         # Gradients move when they are freed and allocated again; the addresses of other tensors are constant.
         if addresses != self._addresses:
-            rows = [
-                self._make_table_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)
-            ]
+            rows = [_make_table_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
             self._table, self._addresses = upload(torch.tensor(rows), self._device), addresses
         tables = self._table, self._parts, self._weight_decays
         numbers = scalars, 0 if scalars.ndim == 1 else scalars.stride(0), counter, found_inf, factors
         likes = self._likes[0], grads[0].view(-1)[:0]
-        self._launch((*tables, *numbers, *likes), 0 if factors is None else len(factors))
-
-    def _list_parts(self, param: ParamState) -> range:
-        """Return the numbers of a weight's parts, one per program."""
-        return range(-(-param.weight.numel() // PART))
-
-    def _make_table_row(self, param: ParamState, grad: int, index: int) -> list[int]:
-        """Return a weight's table row."""
-        weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in param.weight_and_state_tensors[:3])
-        noise = param.key, param.first_index, param.row_width, param.row_stride
-        optional = (0 if tensor is None else tensor.data_ptr() for tensor in (param.max_exp_avg_sq, param.remainder))
-        return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), index, *noise, *optional]
-
-    def _launch(self, arguments: tuple[Any, ...], factor_count: int) -> None:
+        arguments, factor_count = (*tables, *numbers, *likes), 0 if factors is None else len(factors)
+        if self._has_codes:
+            self._launch_with_codes(arguments, factor_count)
+            return
         _adamw_kernel[(len(self._parts),)](
             *arguments,
             self._likes[1],
@@ -196,22 +176,7 @@ class _FusedStep:
             enable_fp_fusion=False,
         )
 
-
-class _FusedCodeStep(_FusedStep):
-    """Launch for weights whose means have 8 bits."""
-
-    def _list_parts(self, param: ParamState) -> range:
-        """Return the first blocks of a weight's programs."""
-        return range(0, _count_scales_per_moment(param), PROGRAM_BLOCKS)
-
-    def _make_table_row(self, param: ParamState, grad: int, index: int) -> list[int]:
-        weight, mean, square, *others = (tensor.data_ptr() for tensor in param.weight_and_state_tensors)
-        *remainder, mean_scale, square_scale = others
-        addresses = [weight, grad, mean, square, mean_scale, square_scale, *(remainder or [0])]
-        noise = [param.key, param.first_index, param.row_width, param.row_stride]
-        return [*addresses, _count_scales_per_moment(param), index, *noise, param.weight.shape[-1]]
-
-    def _launch(self, arguments: tuple[Any, ...], factor_count: int) -> None:
+    def _launch_with_codes(self, arguments: tuple[Any, ...], factor_count: int) -> None:
         whole = self._params[0].has_whole_blocks and self._constants["ALIGNED"]
         _adamw_8bit_kernel[(len(self._parts),)](
             *arguments,
@@ -224,7 +189,7 @@ class _FusedCodeStep(_FusedStep):
             MAXIMIZE=self._constants["MAXIMIZE"],
             BLOCK=CODE_BLOCK,
             PROGRAM_BLOCKS=PROGRAM_BLOCKS,
-            TABLE_COLUMNS=CODE_TABLE_COLUMNS,
+            TABLE_COLUMNS=TABLE_COLUMNS,
             SMALLEST=SMALLEST,
             num_warps=CODE_WARPS,
             **limit_registers(REGISTERS),
@@ -232,9 +197,19 @@ class _FusedCodeStep(_FusedStep):
         )
 
 
-def _count_scales_per_moment(param: ParamState) -> int:
-    """Return how many scales a mean has; 0 without codes."""
-    return 0 if param.exp_avg_scale is None else param.exp_avg_scale.numel()
+def _make_table_row(param: ParamState, grad: int, index: int) -> list[int]:
+    """Return a weight's table row."""
+    means = param.exp_avg, param.exp_avg_sq
+    state = *means, param.remainder, param.max_exp_avg_sq, param.exp_avg_scale, param.exp_avg_sq_scale
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in state]
+    noise = param.key, param.first_index, param.row_width, param.row_stride
+    width = param.weight.shape[-1:].numel()
+    return [param.weight.data_ptr(), grad, *addresses, _count_elements_or_blocks(param), index, *noise, width]
+
+
+def _count_elements_or_blocks(param: ParamState) -> int:
+    """Return a weight's elements, or with codes its blocks."""
+    return (param.weight if param.exp_avg_scale is None else param.exp_avg_scale).numel()
 
 
 @cache
@@ -295,19 +270,12 @@ def _adamw_kernel(
     if ALIGNED:
         weight, grad = tl.multiple_of(weight, 16), tl.multiple_of(grad, 16)
         exp_avg, exp_avg_sq = tl.multiple_of(exp_avg, 16), tl.multiple_of(exp_avg_sq, 16)
-    max_sq = tl.load(table + 10).to(exp_avg_like.dtype)
+    remainder = tl.load(table + 4).to(tl.pointer_type(tl.int16))
+    max_sq = tl.load(table + 5).to(exp_avg_like.dtype)
     if ALIGNED:
-        max_sq = tl.multiple_of(max_sq, 16)
-    remainder = tl.load(table + 11).to(tl.pointer_type(tl.int16))
-    if ALIGNED:
-        remainder = tl.multiple_of(remainder, 16)
-    count = tl.load(table + 4)
-    if found_inf is not None:
-        count = tl.where(tl.load(found_inf) == 0, count, 0)
-    scalars += tl.load(table + 5) * scalars_stride
-    key, first = tl.load(table + 6), tl.load(table + 7)
-    width, stride = tl.load(table + 8), tl.load(table + 9)
-    step = _load_step_scalars(scalars, decays + row)
+        remainder, max_sq = tl.multiple_of(remainder, 16), tl.multiple_of(max_sq, 16)
+    count, key, first, width, stride = _load_count_and_noise(table, found_inf)
+    step = _load_step_scalars(scalars + tl.load(table + 9) * scalars_stride, decays + row)
     noise_step = None if counter is None else tl.load(counter)
     tensors = weight, grad, exp_avg, exp_avg_sq, max_sq, remainder
     # fmt: off
@@ -323,6 +291,15 @@ def _adamw_kernel(
         else:
             _update_elements(tensors, factors, element, element < count, key, index, noise_step, step, PAIRS, AMSGRAD,
                     MASTER, MAXIMIZE, FACTORS)
+
+
+@triton.jit
+def _load_count_and_noise(table, found_inf):
+    """Return a weight's count, 0 if there is an infinity, and its noise's key, first index, row width and stride."""
+    count = tl.load(table + 8)
+    if found_inf is not None:
+        count = tl.where(tl.load(found_inf) == 0, count, 0)
+    return count, tl.load(table + 10), tl.load(table + 11), tl.load(table + 12), tl.load(table + 13)
 
 
 @triton.jit
@@ -429,26 +406,22 @@ def _adamw_8bit_kernel(
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(parts + 2 * program).to(tl.int64)
-    begin = tl.load(parts + 2 * program + 1).to(tl.int64)
+    begin = tl.load(parts + 2 * program + 1).to(tl.int64) * PROGRAM_BLOCKS
     table += row * TABLE_COLUMNS
     weight, grad = tl.load(table).to(weight_like.dtype), tl.load(table + 1).to(grad_like.dtype)
     mean = tl.load(table + 2).to(tl.pointer_type(tl.uint8))
     square = tl.load(table + 3).to(tl.pointer_type(tl.uint8))
-    mean_scale = tl.load(table + 4).to(tl.pointer_type(tl.float32))
-    square_scale = tl.load(table + 5).to(tl.pointer_type(tl.float32))
-    remainder = tl.load(table + 6).to(tl.pointer_type(tl.int16))
+    remainder = tl.load(table + 4).to(tl.pointer_type(tl.int16))
+    mean_scale = tl.load(table + 6).to(tl.pointer_type(tl.float32))
+    square_scale = tl.load(table + 7).to(tl.pointer_type(tl.float32))
     if WHOLE:
         weight, grad = tl.multiple_of(weight, 16), tl.multiple_of(grad, 16)
         mean, square = tl.multiple_of(mean, 16), tl.multiple_of(square, 16)
         remainder = tl.multiple_of(remainder, 16)
-    blocks = tl.load(table + 7)
-    if found_inf is not None:
-        blocks = tl.where(tl.load(found_inf) == 0, blocks, 0)
-    scalars += tl.load(table + 8) * scalars_stride
-    key, first = tl.load(table + 9), tl.load(table + 10)
-    noise_width, noise_stride, width = tl.load(table + 11), tl.load(table + 12), tl.load(table + 13)
+    blocks, key, first, noise_width, noise_stride = _load_count_and_noise(table, found_inf)
+    width = tl.load(table + 14)
     by_row = (width + BLOCK - 1) // BLOCK
-    step = _load_step_scalars(scalars, decays + row)
+    step = _load_step_scalars(scalars + tl.load(table + 9) * scalars_stride, decays + row)
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = step
     noise_step = None if counter is None else tl.load(counter)
     for block in range(begin, tl.minimum(begin + PROGRAM_BLOCKS, blocks)):

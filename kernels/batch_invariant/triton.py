@@ -176,7 +176,6 @@ def _attend(
         CAPPED=softcap > 0,
         QUERIES=tile,
         KEYS=32 if is_wide else 64,
-        num_warps=4,
         num_stages=1 if is_wide else 2,
     )
 

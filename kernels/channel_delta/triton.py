@@ -69,7 +69,6 @@ class DecayedKeys(NamedTuple):
             *(q, k, g.contiguous(), ids, before, *decayed, sizes.length, sizes.chunks),
             **{name: sizes.constants[name] for name in ("HEADS", "GROUPS", "K")},
             BK=MIN_BLOCK,
-            num_warps=4,
             **sizes.limit_registers_for_small_tiles(128),
         )
         return decayed
@@ -80,7 +79,6 @@ def solve_systems_by_channel(inputs: tuple[Tensor, ...], results: tuple[Tensor, 
     _solve_chunk_systems[(sizes.chunk_head_count,)](
         *(*inputs, *results, sizes.length, sizes.chunks),
         **{**sizes.constants, "BK": MIN_BLOCK},
-        num_warps=4,
         num_stages=1,
     )
 

@@ -142,18 +142,36 @@ class _CutCrossEntropy(Function):
         ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, targets, lse = ctx.saved_tensors
-        grad, grad_lse = compute_logit_grad_factors(grad_losses, grad_lse, targets != ctx.cut.ignore_index, lse.dtype)
-        local = find_local_target_rows(targets, len(weight), ctx.cut.ignore_index, ctx.cut.part)
-        needs, inputs = NeededGradients(*ctx.needs_input_grad[:2]), (hidden, weight, local, lse, grad)
-        # A deferred weight gradient computes the logits a third time, in exchange for keeping none.
-        if needs.weight and getattr(ctx.weight_gradient, "active", False):
-            optional = () if grad_lse is None else (grad_lse,)
-            ctx.weight_gradient(RecomputedWeightGradient(ctx.implementation, ctx.cut), *inputs, *optional)
-            needs = NeededGradients(needs.hidden, False)
-        grad_hidden, grad_weight = ctx.implementation.backward(*inputs, grad_lse, ctx.cut, needs)
-        if grad_hidden is not None:
-            grad_hidden = all_reduce_gradient(grad_hidden, ctx.cut.part)
-        return grad_hidden, grad_weight, None, None, None, None
+        computed = compute_cut_gradients(ctx, hidden, weight, targets, lse, grad_losses, grad_lse)
+        return *computed, None, None, None, None
+
+
+def compute_cut_gradients(
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    grad_losses: Tensor | None,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """
+    Return the needed gradients of hidden states and weight, from recomputed logits; all other tensors are (tokens,).
+
+    `ctx` has the function's `cut`, `implementation` and `weight_gradient`.
+    """
+    grad, grad_lse = compute_logit_grad_factors(grad_losses, grad_lse, targets != ctx.cut.ignore_index, lse.dtype)
+    local = find_local_target_rows(targets, len(weight), ctx.cut.ignore_index, ctx.cut.part)
+    needs, inputs = NeededGradients(*ctx.needs_input_grad[:2]), (hidden, weight, local, lse, grad)
+    # A deferred weight gradient computes the logits a third time, in exchange for keeping none.
+    if needs.weight and getattr(ctx.weight_gradient, "active", False):
+        optional = () if grad_lse is None else (grad_lse,)
+        ctx.weight_gradient(RecomputedWeightGradient(ctx.implementation, ctx.cut), *inputs, *optional)
+        needs = NeededGradients(needs.hidden, False)
+    grad_hidden, grad_weight = ctx.implementation.backward(*inputs, grad_lse, ctx.cut, needs)
+    if grad_hidden is not None:
+        grad_hidden = all_reduce_gradient(grad_hidden, ctx.cut.part)
+    return grad_hidden, grad_weight
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from drawloom.kernels.cross_entropy.cut import (
     CutCrossEntropy,
     NeededGradients,
     RecomputedWeightGradient,
+    compute_cut_gradients,
     count_logits_bytes,
     find_local_target_rows,
     sort_vocabulary_by_mean_logit,
@@ -273,7 +274,6 @@ def _forward(
             STEP=STEP,
             TMA=by_tma,
             num_warps=WARPS,
-            enable_fp_fusion=True,
         )
         del logits  # or they would live until the next chunk's are computed
     return logsumexp_in_fixed_order(lse.T), target_logit
@@ -413,7 +413,6 @@ def _compute_grad_logits_and_tiles(
         HAS_LOGITS=by_torch,
         FILTERED=cut.filter_eps > 0,
         num_warps=WARPS,
-        enable_fp_fusion=True,
     )
     return grad_logits, active
 
@@ -436,7 +435,6 @@ def _write_sparse_grad_hidden(
         TMA=by_tma,
         num_warps=WARPS,
         num_stages=STAGES,
-        enable_fp_fusion=True,
     )
 
 
@@ -456,7 +454,6 @@ def _add_sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor,
         TMA=by_tma,
         num_warps=WARPS,
         num_stages=STAGES,
-        enable_fp_fusion=True,
     )
 
 
@@ -495,8 +492,6 @@ cut_cross_entropy_triton = CutCrossEntropy(_run_forward, _run_backward)
 Cut cross entropy for float32, bfloat16 and float16; results are float32. A target outside the vocabulary has the loss
 NaN.
 """
-
-_RECOMPUTED = RecomputedWeightGradient(cut_cross_entropy_triton, EXACT)
 
 
 MAX_LOGITS = 5 * 2**28
@@ -641,7 +636,8 @@ class _InChunks(Function):
         inputs = hidden, weight, targets, factors, ignore_index
         losses, lse, grad_hidden, grad_weight = _compute_in_chunks(*inputs, needs_hidden, needs_weight, MAX_LOGITS)
         ctx.save_for_backward(hidden, weight, targets, factors, lse, grad_hidden, grad_weight)
-        ctx.ignore_index, ctx.weight_gradient = ignore_index, weight_gradient
+        ctx.cut, ctx.implementation = LogitCut(ignore_index=ignore_index), cut_cross_entropy_triton
+        ctx.weight_gradient = weight_gradient
         pass_none_for_unused_grads(ctx)
         return losses, lse
 
@@ -653,41 +649,22 @@ class _InChunks(Function):
         hidden, weight, targets, factors, lse, sum_grad_hidden, sum_grad_weight = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if grad_losses is None or grad_lse is not None:
-            grad_hidden, grad_weight = _recompute_needed_gradients(ctx, grad_losses, grad_lse)
-            return grad_hidden, grad_weight, None, None, None, None, None
+            # The forward pass's gradients assume that the losses alone have a gradient.
+            weighted = None if grad_losses is None else grad_losses * factors
+            computed = compute_cut_gradients(ctx, hidden, weight, targets, lse, weighted, grad_lse)
+            return *computed, None, None, None, None, None
         is_uniform = not grad_losses.numel() or grad_losses.stride(0) == 0 or grad_losses.numel() == 1
-        finite = grad_losses.where(targets != ctx.ignore_index, 0)
+        finite = grad_losses.where(targets != ctx.cut.ignore_index, 0)
         grad_hidden = (sum_grad_hidden * finite.unsqueeze(-1)).to(hidden.dtype) if needs_hidden else None
         if not needs_weight:
             return grad_hidden, None, None, None, None, None, None
         if is_uniform:
             grad_weight = ctx.weight_gradient(_scale_and_cast_gradient, sum_grad_weight, grad_losses[:1], weight)
         else:
-            local = find_local_target_rows(targets, len(weight), ctx.ignore_index, None)
-            grad_weight = ctx.weight_gradient(_RECOMPUTED, hidden, weight, local, lse, finite * factors)
+            local = find_local_target_rows(targets, len(weight), ctx.cut.ignore_index, None)
+            recompute = RecomputedWeightGradient(ctx.implementation, ctx.cut)
+            grad_weight = ctx.weight_gradient(recompute, hidden, weight, local, lse, finite * factors)
         return grad_hidden, grad_weight, None, None, None, None, None
-
-
-def _recompute_needed_gradients(
-    ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """
-    Return hidden and weight gradients from recomputed logits, because the forward pass's gradients assume that the
-    losses alone have a gradient.
-    """
-    hidden, weight, targets, factors, lse, *_ = ctx.saved_tensors
-    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-    weighted_grad = None if grad_losses is None else grad_losses.where(targets != ctx.ignore_index, 0) * factors
-    grad, grad_lse = compute_logit_grad_factors(weighted_grad, grad_lse, targets != ctx.ignore_index, torch.float32)
-    local = find_local_target_rows(targets, len(weight), ctx.ignore_index, None)
-    inputs = [hidden, weight, local, lse, grad] + ([] if grad_lse is None else [grad_lse])
-    grad_weight = ctx.weight_gradient(_RECOMPUTED, *inputs) if needs_weight else None
-    if not needs_hidden:
-        return None, grad_weight
-    grad_hidden, _ = cut_cross_entropy_triton.backward(
-        hidden, weight, local, lse, grad, grad_lse, EXACT, NeededGradients(True, False)
-    )
-    return grad_hidden, grad_weight
 
 
 def _scale_and_cast_gradient(gradient: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
@@ -802,7 +779,6 @@ def _fill_losses_and_grad_logits(
         BLOCK=block,
         DEPTH=DEPTH,
         num_warps=max(1, block // 256),
-        enable_fp_fusion=True,
     )
 
 

@@ -292,7 +292,6 @@ def _quantize_gradient_rows_and_columns(
             COLUMNS=COLUMNS,
             PARTS_PER_STEP=PARTS_PER_STEP,
             num_warps=8,
-            enable_fp_fusion=True,
         )
         _scale_and_transpose_into(data, columns, None, row_factor, inverse)
 
@@ -332,8 +331,6 @@ def _scale_and_transpose_into(
         result.stride(0),
         TOKENS=TOKENS,
         CHANNELS=CHANNELS,
-        num_warps=4,
-        enable_fp_fusion=True,
     )
 
 
@@ -381,7 +378,6 @@ def _launch_quantize_rows(
         STAGES=3 if up is None and second is None else STAGES,
         num_warps=_choose_warp_count(width),
         maxnreg=None if parts is None else _compute_max_registers_per_thread(width),
-        enable_fp_fusion=True,
     )
 
 
@@ -415,7 +411,6 @@ def _launch_swiglu_gradient(
         STAGES=STAGES if width <= WIDE else 1,
         num_warps=_choose_warp_count(width),
         maxnreg=None if parts is None else _compute_max_registers_per_thread(width),
-        enable_fp_fusion=True,
     )
 
 
@@ -677,9 +672,9 @@ PARTS, PART_STEP = 16, 8192
 """Programs that search an expert's weight for its largest element, and elements at a time."""
 
 FAST: dict[str, Any] = {"HEIGHT": 128, "SUMMANDS": None, "num_warps": 8, "maxnreg": 128}
-SLOW: dict[str, Any] = {"HEIGHT": 64, "SUMMANDS": GROUP, "num_warps": 4}
+SLOW: dict[str, Any] = {"HEIGHT": 64, "SUMMANDS": GROUP}
 WIDTH, STEP = 128, GROUP
-TILES = {"WIDTH": WIDTH, "STEP": STEP, "STAGES": 3, "enable_fp_fusion": True}
+TILES = {"WIDTH": WIDTH, "STEP": STEP, "STAGES": 3}
 """
 Tiles with which two or three programs share a multiprocessor, so that one stores its result while others multiply.
 
@@ -721,8 +716,6 @@ def _copy_tokens_to_expert_rows(
             CHOICES=top_k,
             ROWS=TAKEN_ROWS,
             BLOCK=min(TAKEN_COLUMNS, next_power_of_2(width)),
-            num_warps=4,
-            enable_fp_fusion=True,
         )
 
 
@@ -742,7 +735,6 @@ def _quantize_experts_into(quantized: tuple[Tensor, Tensor], weight: Tensor) -> 
         PARTS=PARTS,
         STEP=min(PART_STEP, next_power_of_2(cdiv(size, PARTS))),
         num_warps=8,
-        enable_fp_fusion=True,
     )
     _launch_scale_and_cast_experts(weight, parts, scale, data)
 
@@ -776,7 +768,6 @@ def _launch_scale_and_cast_experts(weight: Tensor, parts: Tensor | None, scale: 
             ROWS=GROUP,
             CHANNELS=CHANNELS,
             num_warps=8,
-            enable_fp_fusion=True,
         )
 
 
@@ -801,7 +792,6 @@ def _quantize_expert_swiglu(quantized: tuple[Tensor, Tensor], gate_and_up: Tenso
             ROWS=rows,
             BLOCK=block,
             num_warps=_choose_tile_warp_count(rows * block),
-            enable_fp_fusion=True,
         )
 
 
@@ -834,7 +824,6 @@ def _quantize_expert_swiglu_gradient(
             ROWS=rows,
             BLOCK=block,
             num_warps=_choose_tile_warp_count(rows * block),
-            enable_fp_fusion=True,
         )
 
 
@@ -866,7 +855,7 @@ def _prepare_outer_product_factors(
         scale.fill_(MIN_SCALE)
         return
     _largest_scale_product_kernel[(len(ends),)](
-        left_scale, right_scale, ends, scale, STEP=1024, num_warps=4, enable_fp_fusion=True
+        left_scale, right_scale, ends, scale, STEP=1024
     )
     columns = left_factor.shape[1]
     widths = left.shape[1], right.shape[1]
@@ -887,8 +876,6 @@ def _prepare_outer_product_factors(
         EXPERTS=next_power_of_2(len(ends)),
         ROWS=GROUP,
         CHANNELS=CHANNELS,
-        num_warps=4,
-        enable_fp_fusion=True,
     )
 
 

@@ -96,7 +96,7 @@ def _causal_conv(result: Tensor, x: Tensor, weight: Tensor, ids: Tensor, silu: b
 
 def _kernel_constants(weight: Tensor) -> dict[str, int]:
     channels, taps = weight.shape
-    return {"SIZE": channels, "TAPS": taps, "TOKENS": TOKENS, "BLOCK": CHANNELS, "num_warps": 4}
+    return {"SIZE": channels, "TAPS": taps, "TOKENS": TOKENS, "BLOCK": CHANNELS}
 
 
 def _count_conv_backward_scratch_bytes(x: Tensor, weight: Tensor) -> int:
@@ -731,7 +731,6 @@ def _forward(
         solve_chunk_systems[(sizes.chunk_head_count,)](
             *(k, v, g, beta, ids, before, decays, inverse, keys, written, sizes.length, sizes.chunks),
             **{**constants, "BV": sizes.wide_tile_columns},
-            num_warps=4,
             **sizes.limit_registers_for_small_tiles(168),
         )
     block = sizes.columns_per_carry_tile
@@ -739,13 +738,11 @@ def _forward(
         *(k, keys, written, decays, ids, before, state, states, last, sizes.length, sizes.chunks),
         **{**constants, "BV": block},
         BY_CHANNEL=scores is not None,
-        num_warps=4,
         num_stages=(4 if block < MIN_BLOCK else 2) if sizes.fits_several_chunks else 1,
     )
     compute_results[(sizes.chunk_head_count * cdiv(sizes.v_width, MIN_BLOCK),)](
         *(q, k, written, states, decays, ids, before, scores, mixed, sizes.length, sizes.chunks),
         **constants,
-        num_warps=4,
         **sizes.limit_registers_for_small_tiles(128),
     )
 
@@ -800,20 +797,17 @@ def _backward(
         *(decayed.k, beta, inverse, decayed.sums, ids, before, keys, *ends),
         **{name: constants[name] for name in ("HEADS", "GROUPS", "K", "BK", "PRECISION")},
         BY_CHANNEL=by_channel,
-        num_warps=4,
     )
     carry_states[(sizes.key_parts * cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
         *(decayed.k_to_end, written, decayed.sums, ids, before, state, states, None, *ends),
         **{**constants, "BK": MIN_BLOCK},
         BY_CHANNEL=by_channel,
         BACK=False,
-        num_warps=4,
         num_stages=4,
     )
     compute_gradients_within_chunks[(sizes.chunk_head_count,)](
         *(grad, q, k, written, decayed.sums, ids, scores, grad_written, grad_scores, grad_decays, *ends),
         **{**constants, "BV": sizes.wide_tile_columns},
-        num_warps=4,
         num_stages=2,
         **sizes.limit_registers_for_small_tiles(168),
     )
@@ -831,7 +825,6 @@ def _backward(
         *(grad_decays, *ends),
         **constants,
         BY_CHANNEL=by_channel,
-        num_warps=4,
         num_stages=2,
         **sizes.limit_registers_for_small_tiles(168),
     )
@@ -850,14 +843,12 @@ def _backward(
         compute_query_gradients[(sizes.chunk_head_count // sizes.groups * sizes.key_parts,)](
             *(grad, q, k, states, grad_scores, decays, ids, before, part_decays, grads[0], *ends),
             **parts,
-            num_warps=4,
             num_stages=3 if sizes.itemsize == 2 else 2,
             **sizes.limit_registers_for_small_tiles(128),
         )
         compute_key_gradients[(sizes.chunk_head_count * sizes.key_parts,)](
             *(q, k, beta, *gradients, part_decays, part_factors, grad_k, *ends),
             **parts,
-            num_warps=4,
             num_stages=1,  # with more, tiles would be overwritten while products read them
             **sizes.limit_registers_for_small_tiles(168),
         )
@@ -885,5 +876,5 @@ def _sum_over_value_heads(grad: Tensor, summed: Tensor, sizes: ChunkSizes) -> No
     count, block = summed.shape[:3].numel(), next_power_of_2(sizes.width)
     size = max(1, 4096 // block)
     sum_value_heads_kernel[(cdiv(count, size),)](
-        grad, summed, count, GROUPS=sizes.groups, K=sizes.width, BK=block, SIZE=size, num_warps=4
+        grad, summed, count, GROUPS=sizes.groups, K=sizes.width, BK=block, SIZE=size
     )

@@ -10,8 +10,6 @@ GeGLU in Triton.
 gpt-oss's clamped SwiGLU in Triton, for a tensor's two halves, with or without a scale for each vector.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,67 +35,6 @@ sigmoid(alpha * gate), where gate is at most `limit`, and up is between -limit a
 
 
 GELU_TANH_GATE, CLAMPED_GATE = tl.constexpr(GELU_TANH), tl.constexpr(CLAMPED)
-
-
-class Gate(NamedTuple):
-    """Gate function, with `alpha` and `limit` for the clamped one."""
-
-    function: int
-    alpha: float = 1.0
-    limit: float = 0.0
-
-
-def launch_gate_forward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None) -> None:
-    """Fill the result; `tensors` are gate, up and result, (..., width) in one dtype, and scale is (...)."""
-    if not tensors[0].numel():
-        return
-    rows = _view_as_rows_or_one_row(tensors, whole=scale is not None)
-    count, width = rows[0].shape
-    block = _choose_tile_size(count, width)
-    tiles = cdiv(width, block)
-    _gate_kernel[(count * tiles,)](
-        *rows,
-        None if scale is None else scale.contiguous(),
-        width,
-        tiles,
-        *(x.stride(0) for x in rows),
-        BLOCK=block,
-        FUNCTION=gate.function,
-        ALPHA=gate.alpha,
-        LIMIT=gate.limit,
-        num_warps=max(1, block // 256),
-        enable_fp_fusion=True,
-    )
-
-
-def allocate_scale_gradient(grad: Tensor, scale: Tensor | None) -> Tensor:
-    """Return an empty tensor (...) like the scale, or without elements if there is no scale; grad is (..., width)."""
-    return grad.new_empty(0) if scale is None else scale.new_empty(scale.shape)
-
-
-def launch_gate_backward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None, grad_scale: Tensor) -> None:
-    """Fill grad_gate, grad_up and grad_scale; `tensors` are grad, gate, up, grad_gate and grad_up."""
-    if not tensors[0].numel():
-        grad_scale.zero_()
-        return
-    rows = _view_as_rows_or_one_row(tensors, whole=scale is not None)
-    count, width = rows[0].shape
-    block = _choose_tile_size(count, width)
-    tiles = 1 if scale is not None else cdiv(width, block)
-    _backward_kernel[(count * tiles,)](
-        *rows,
-        None if scale is None else scale.contiguous(),
-        None if scale is None else grad_scale,
-        width,
-        tiles,
-        *(x.stride(0) for x in rows),
-        BLOCK=block,
-        FUNCTION=gate.function,
-        ALPHA=gate.alpha,
-        LIMIT=gate.limit,
-        num_warps=max(1, block // 256),
-        enable_fp_fusion=True,
-    )
 
 
 def _view_as_rows_or_one_row(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
@@ -211,13 +148,10 @@ def _backward_kernel(
         tl.store(grad_scale + row, tl.sum(total, 0))
 
 
-SWIGLU = Gate(SILU)
-
-
 def swiglu_triton(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
     """Compute swiglu_eager for float32, bfloat16 and float16: gate and up (..., width), scale (...,)."""
     check_floats("swiglu_triton", gate, up)
-    return _differentiable_swiglu(gate, up, scale)
+    return _differentiable_gate(gate, up, scale, SILU)
 
 
 def swiglu_halves_triton(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -227,68 +161,13 @@ def swiglu_halves_triton(gate_and_up: Tensor, scale: Tensor | None = None) -> Te
     Returns (..., width); the gradient of `gate_and_up` is one tensor, without a concatenation.
     """
     check_floats("swiglu_halves_triton", gate_and_up)
-    return _differentiable_swiglu_halves(gate_and_up, scale)
-
-
-@register_kernel("swiglu", lambda gate: gate.new_empty(gate.shape))
-def _swiglu(result: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> None:
-    launch_gate_forward(SWIGLU, (gate, up, result), scale)
-
-
-@register_kernel(
-    "swiglu_backward",
-    lambda grad, gate, up, scale: (
-        gate.new_empty(gate.shape),
-        up.new_empty(up.shape),
-        allocate_scale_gradient(grad, scale),
-    ),
-)
-def _swiglu_backward(
-    grads: tuple[Tensor, Tensor, Tensor], grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None
-) -> None:
-    launch_gate_backward(SWIGLU, (grad, gate, up, *grads[:2]), scale, grads[2])
-
-
-def _swiglu_halves(gate_and_up: Tensor, scale: Tensor | None) -> Tensor:
-    gate, up = gate_and_up.chunk(2, -1)
-    return _swiglu(gate, up, scale)
-
-
-@register_kernel(
-    "swiglu_halves_backward",
-    lambda grad, gate_and_up, scale: (gate_and_up.new_empty(gate_and_up.shape), allocate_scale_gradient(grad, scale)),
-)
-def _swiglu_halves_backward(
-    grads: tuple[Tensor, Tensor], grad: Tensor, gate_and_up: Tensor, scale: Tensor | None
-) -> None:
-    grad_both, grad_scale = grads
-    launch_gate_backward(SWIGLU, (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1)), scale, grad_scale)
-
-
-_differentiable_swiglu = make_differentiable(_swiglu, _swiglu_backward)
-_differentiable_swiglu_halves = make_differentiable(_swiglu_halves, _swiglu_halves_backward)
-
-
-GEGLU = Gate(GELU_TANH)
+    return _differentiable_gate_of_halves(gate_and_up, scale, SILU)
 
 
 def geglu_triton(gate: Tensor, up: Tensor) -> Tensor:
     """Compute geglu_eager for float32, bfloat16 and float16: gate and up (..., width)."""
     check_floats("geglu_triton", gate, up)
-    return _differentiable_geglu(gate, up)
-
-
-@register_kernel("geglu", lambda gate: gate.new_empty(gate.shape))
-def _geglu(result: Tensor, gate: Tensor, up: Tensor) -> None:
-    launch_gate_forward(GEGLU, (gate, up, result), None)
-
-
-@register_kernel("geglu_backward", lambda gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
-def _geglu_backward(grads: tuple[Tensor, Tensor], grad: Tensor, gate: Tensor, up: Tensor) -> None:
-    launch_gate_backward(GEGLU, (grad, gate, up, *grads), None, grad.new_empty(0))
-
-
-_differentiable_geglu = make_differentiable(_geglu, _geglu_backward)
+    return _differentiable_gate(gate, up, None, GELU_TANH)
 
 
 def oss_swiglu_halves_triton(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
@@ -298,32 +177,114 @@ def oss_swiglu_halves_triton(gate_and_up: Tensor, scale: Tensor | None, alpha: f
     Returns (..., width); the gradient of `gate_and_up` is one tensor, without a concatenation.
     """
     check_floats("oss_swiglu_halves_triton", gate_and_up)
-    return _differentiable_oss_swiglu(gate_and_up, scale, alpha, limit)
+    return _differentiable_gate_of_halves(gate_and_up, scale, CLAMPED, alpha, limit)
+
+
+@register_kernel("gate", lambda gate: gate.new_empty(gate.shape))
+def _apply_gate(
+    result: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    scale: Tensor | None,
+    function: int,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+) -> None:
+    """Fill the result; gate and up are (..., width), scale is (...), and only the clamped gate has alpha and limit."""
+    if not result.numel():
+        return
+    rows = _view_as_rows_or_one_row((gate, up, result), whole=scale is not None)
+    count, width = rows[0].shape
+    block = _choose_tile_size(count, width)
+    tiles = cdiv(width, block)
+    _gate_kernel[(count * tiles,)](
+        *rows,
+        None if scale is None else scale.contiguous(),
+        width,
+        tiles,
+        *(x.stride(0) for x in rows),
+        BLOCK=block,
+        FUNCTION=function,
+        ALPHA=alpha,
+        LIMIT=limit,
+        num_warps=max(1, block // 256),
+    )
+
+
+def _apply_gate_to_halves(
+    gate_and_up: Tensor, scale: Tensor | None, function: int, alpha: float = 1.0, limit: float = 0.0
+) -> Tensor:
+    gate, up = gate_and_up.chunk(2, -1)
+    return _apply_gate(gate, up, scale, function, alpha, limit)
+
+
+def _allocate_scale_gradient(grad: Tensor, scale: Tensor | None) -> Tensor:
+    """Return an empty tensor (...) like the scale, or without elements if there is no scale; grad is (..., width)."""
+    return grad.new_empty(0) if scale is None else scale.new_empty(scale.shape)
 
 
 @register_kernel(
-    "oss_swiglu_halves",
-    lambda gate_and_up: gate_and_up.new_empty(*gate_and_up.shape[:-1], gate_and_up.shape[-1] // 2),
+    "gate_backward",
+    lambda grad, gate, up, scale: (
+        gate.new_empty(gate.shape),
+        up.new_empty(up.shape),
+        _allocate_scale_gradient(grad, scale),
+    ),
 )
-def _oss_swiglu(result: Tensor, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> None:
-    launch_gate_forward(Gate(CLAMPED, alpha, limit), (*gate_and_up.chunk(2, -1), result), scale)
+def _compute_gradients(
+    grads: tuple[Tensor, Tensor, Tensor],
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    scale: Tensor | None,
+    function: int,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+) -> None:
+    constants = {"FUNCTION": function, "ALPHA": alpha, "LIMIT": limit}
+    _launch_backward((grad, gate, up, *grads[:2]), scale, grads[2], constants)
 
 
 @register_kernel(
-    "oss_swiglu_halves_backward",
-    lambda grad, gate_and_up, scale: (gate_and_up.new_empty(gate_and_up.shape), allocate_scale_gradient(grad, scale)),
+    "gate_halves_backward",
+    lambda grad, gate_and_up, scale: (gate_and_up.new_empty(gate_and_up.shape), _allocate_scale_gradient(grad, scale)),
 )
-def _oss_swiglu_backward(
+def _compute_gradients_of_halves(
     grads: tuple[Tensor, Tensor],
     grad: Tensor,
     gate_and_up: Tensor,
     scale: Tensor | None,
-    alpha: float,
-    limit: float,
+    function: int,
+    alpha: float = 1.0,
+    limit: float = 0.0,
 ) -> None:
-    grad_both, grad_scale = grads
-    tensors = (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1))
-    launch_gate_backward(Gate(CLAMPED, alpha, limit), tensors, scale, grad_scale)
+    constants = {"FUNCTION": function, "ALPHA": alpha, "LIMIT": limit}
+    _launch_backward((grad, *gate_and_up.chunk(2, -1), *grads[0].chunk(2, -1)), scale, grads[1], constants)
 
 
-_differentiable_oss_swiglu = make_differentiable(_oss_swiglu, _oss_swiglu_backward)
+def _launch_backward(
+    tensors: tuple[Tensor, ...], scale: Tensor | None, grad_scale: Tensor, constants: dict[str, float]
+) -> None:
+    """Fill grad_gate, grad_up and grad_scale; `tensors` are grad, gate, up, grad_gate and grad_up."""
+    if not tensors[0].numel():
+        grad_scale.zero_()
+        return
+    rows = _view_as_rows_or_one_row(tensors, whole=scale is not None)
+    count, width = rows[0].shape
+    block = _choose_tile_size(count, width)
+    tiles = 1 if scale is not None else cdiv(width, block)
+    _backward_kernel[(count * tiles,)](
+        *rows,
+        None if scale is None else scale.contiguous(),
+        None if scale is None else grad_scale,
+        width,
+        tiles,
+        *(x.stride(0) for x in rows),
+        BLOCK=block,
+        **constants,
+        num_warps=max(1, block // 256),
+    )
+
+
+_differentiable_gate = make_differentiable(_apply_gate, _compute_gradients)
+_differentiable_gate_of_halves = make_differentiable(_apply_gate_to_halves, _compute_gradients_of_halves)

@@ -109,7 +109,7 @@ def sum_parts_triton(own: Tensor, others: Tensor, out: Tensor) -> None:
     rows, size = others.shape
     if size:
         _sum_parts_kernel[(cdiv(size, SUM_BLOCK),)](
-            own, others, others.stride(0), out, size, ROWS=rows, BLOCK=SUM_BLOCK, num_warps=4
+            own, others, others.stride(0), out, size, ROWS=rows, BLOCK=SUM_BLOCK
         )
 
 

@@ -58,7 +58,7 @@ MIN_ROWS_PER_EXPERT = 64
 """Minimum average number of rows per expert: with fewer, most of a tile would be empty."""
 
 HEIGHT, WIDTH, STEP = 128, 256, 64
-SETTINGS = {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "STEP": STEP, "STAGES": 3, "num_warps": 8, "enable_fp_fusion": True}
+SETTINGS = {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "STEP": STEP, "STAGES": 3, "num_warps": 8}
 
 
 def is_faster_by_tma(num_experts: int, *factors: Tensor) -> bool:
@@ -265,7 +265,6 @@ def _multiply_rows_in_tiles(result: Tensor, x: Tensor, weight: Tensor, offsets: 
         STEP=STEP,
         PRECISION=get_dot_precision(),
         num_warps=WARPS if rows >= 64 else 4,
-        enable_fp_fusion=True,
     )
 
 
@@ -300,7 +299,6 @@ def _sum_outer_products_by_expert(result: Tensor, a: Tensor, b: Tensor, offsets:
         STEP=STEP,
         PRECISION=get_dot_precision(),
         num_warps=WARPS,
-        enable_fp_fusion=True,
     )
 
 
@@ -391,7 +389,6 @@ def _add_bias_by_expert(result: Tensor, rows: Tensor, bias: Tensor, offsets: Ten
             EXPERTS=next_power_of_2(len(offsets)),
             ROWS=BIAS_ROWS,
             COLUMNS=BIAS_COLUMNS,
-            num_warps=4,
         )
 
 
@@ -411,7 +408,6 @@ def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None = No
         PARTS=PARTS,
         ROWS=BIAS_ROWS,
         COLUMNS=BIAS_COLUMNS,
-        num_warps=4,
     )
     return sums.sum(0).to(grad.dtype)
 
@@ -426,7 +422,6 @@ def _sum_bias_products_by_row(result: Tensor, grad: Tensor, bias: Tensor, offset
             EXPERTS=next_power_of_2(len(offsets)),
             ROWS=BIAS_ROWS,
             COLUMNS=BIAS_COLUMNS,
-            num_warps=4,
         )
 
 

@@ -77,12 +77,10 @@ def _compute_routes(tables: tuple[Tensor, Tensor, Tensor], expert_indices: Tenso
     flat, width = expert_indices.contiguous(), next_power_of_2(num_experts)
     parts = cdiv(count, ENTRIES)
     counts, totals = rows.new_empty(parts, width), rows.new_empty(width)
-    _count_choices_by_expert_kernel[(parts,)](
-        flat, counts, count, ENTRIES=ENTRIES, WIDTH=width, num_warps=4, enable_fp_fusion=True
-    )
+    _count_choices_by_expert_kernel[(parts,)](flat, counts, count, ENTRIES=ENTRIES, WIDTH=width)
     experts = min(EXPERTS, width)
     _prefix_sum_kernel[(width // experts,)](
-        counts, totals, parts, WIDTH=width, EXPERTS=experts, PARTS=PARTS, num_warps=8, enable_fp_fusion=True
+        counts, totals, parts, WIDTH=width, EXPERTS=experts, PARTS=PARTS, num_warps=8
     )
     _assign_rows_kernel[(parts,)](
         flat,
@@ -97,7 +95,6 @@ def _compute_routes(tables: tuple[Tensor, Tensor, Tensor], expert_indices: Tenso
         WIDTH=width,
         STEP=STEP,
         num_warps=8,
-        enable_fp_fusion=True,
     )
 
 
@@ -333,7 +330,6 @@ def sum_rows_by_token_into(
         rows.stride(0),
         CHOICES=dest_row.shape[1],
         TOGETHER=next_power_of_2(dest_row.shape[1]),
-        enable_fp_fusion=True,
         **choose_row_constants(rows.shape[1]),
     )
 
@@ -349,7 +345,7 @@ def choose_tile_constants(top_k: int, width: int) -> dict[str, Any]:
     together = next_power_of_2(top_k)
     block = min(max(16, TILE // together), next_power_of_2(max(width, 1)))
     warps = max(1, min(together * block // ELEMENTS_PER_WARP, 8))
-    return {"CHOICES": top_k, "TOGETHER": together, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": True}
+    return {"CHOICES": top_k, "TOGETHER": together, "BLOCK": block, "num_warps": warps}
 
 
 # fmt: off
@@ -494,7 +490,7 @@ class PeerExchangeTriton:
         if local.numel():
             grid = (cdiv(local.numel(), PEER_ENTRIES),)
             _localize_choices_kernel[grid](
-                addresses, local, local.numel(), slots * top_k, first, experts, ENTRIES=PEER_ENTRIES, num_warps=4
+                addresses, local, local.numel(), slots * top_k, first, experts, ENTRIES=PEER_ENTRIES
             )
         return local
 
@@ -517,7 +513,6 @@ class PeerExchangeTriton:
             row_limit,
             ENTRIES=PEER_ENTRIES,
             EXPERTS=next_power_of_2(len(offsets)),
-            num_warps=4,
         )
         return Routes(limited, source_choice[:row_limit], ends), flag
 
@@ -573,7 +568,6 @@ class PeerExchangeTriton:
                 RANKS=len(staged[0]),
                 CHOICES=top_k,
                 TOGETHER=next_power_of_2(max(top_k, 1)),
-                enable_fp_fusion=True,
                 **choose_row_constants(like.shape[1], PEER_ELEMENTS_PER_WARP),
             )
         return total, choice_scalars

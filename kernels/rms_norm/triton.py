@@ -137,7 +137,6 @@ def launch_forward(
         ROWS=tile_rows,
         BLOCK=block,
         num_warps=_choose_warp_count(tile_rows * block),
-        enable_fp_fusion=True,
     )
 
 
@@ -184,7 +183,6 @@ def _backward(
         ROWS=tile_rows,
         BLOCK=block,
         num_warps=_choose_warp_count(tile_rows * block),
-        enable_fp_fusion=True,
     )
     if parts is not None:
         sum_partials(parts, grad_weight)

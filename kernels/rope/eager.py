@@ -9,35 +9,31 @@ from torch.autograd import Function
 from drawloom.kernels.rms_norm.eager import rms_norm_eager
 
 
-def rope_eager(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = False) -> Tensor:
+def rope_eager(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """
     Rotate x (rows, length, heads, head_dim) by angles with these cos and sin, (rows, length, rotary_dim // 2).
 
     The first `rotary_dim` channels are rotated, and the others are copied. Channel i is paired with channel i +
     rotary_dim // 2, or, if `interleaved`, channel 2 i with 2 i + 1. Computed in the wider of the two dtypes and rounded
-    once to x's dtype; the angles get no gradient. With `in_place`, x is changed and returned; autograd raises an error
-    if an earlier operation saved x for its backward pass.
+    once to x's dtype; the angles get no gradient.
     """
-    return _Rope.apply(x, cos, sin, interleaved, in_place)  # type: ignore[no-untyped-call, no-any-return]
+    return _Rope.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Rope(Function):
     """Rotation that saves only the angles: its transpose is the rotation by the negative angles."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, in_place: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         """Return a tensor like x (rows, length, heads, head_dim); cos and sin are (rows, length, rotary_dim // 2)."""
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        if not in_place:
-            return _rotate(x, cos, sin, interleaved)
-        ctx.mark_dirty(x)
-        return x.copy_(_rotate(x, cos, sin, interleaved))
+        return _rotate(x, cos, sin, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return rope_eager(grad, cos, -sin, ctx.interleaved), None, None, None, None
+        return rope_eager(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

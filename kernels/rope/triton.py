@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.operation import make_differentiable, register_kernel, register_operator
+from drawloom.kernels.operation import make_differentiable, register_kernel
 from drawloom.kernels.triton.primitives import (
     cache_launches,
     cdiv,
@@ -38,14 +38,14 @@ TILE = 4096
 """Elements that a program rotates."""
 
 
-def rope_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = False) -> Tensor:
+def rope_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """
     Compute rope_eager for float32, bfloat16 and float16.
 
     x (rows, length, heads, head_dim), cos and sin (rows, length, rotary_dim // 2).
     """
     check_floats("rope_triton", x, cos, sin)
-    rotated: Tensor = _Rope.apply(x, cos, sin, interleaved, False, in_place)  # type: ignore[no-untyped-call]
+    rotated: Tensor = _Rope.apply(x, cos, sin, interleaved, False)  # type: ignore[no-untyped-call]
     return rotated
 
 
@@ -53,49 +53,31 @@ class _Rope(Function):
     """Rotation with only the angles saved; the backward pass is the same kernel with the negative sine."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool, in_place: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
         """Return a tensor like x (rows, length, heads, head_dim); cos and sin are (rows, length, rotary_dim // 2)."""
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.reverse = interleaved, reverse
-        if not in_place:
-            return _rotate(x, cos, sin, interleaved, reverse)
-        ctx.mark_dirty(x)
-        _rotate_in_place(x, cos, sin, interleaved, reverse)
-        return x
+        return _rotate(x, cos, sin, interleaved, reverse)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        rotated = _Rope.apply(grad, cos, sin, ctx.interleaved, not ctx.reverse, False)  # type: ignore[no-untyped-call]
-        return rotated, None, None, None, None, None
+        rotated = _Rope.apply(grad, cos, sin, ctx.interleaved, not ctx.reverse)  # type: ignore[no-untyped-call]
+        return rotated, None, None, None, None
 
 
 @register_kernel("rope", lambda x: x.new_empty(x.shape))
 def _rotate(result: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
-    _launch_rotation(contiguous_last_dim(x), cos, sin, result, interleaved, reverse)
-
-
-@register_operator("rope_", lambda: None, mutates=["x"])
-def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
-    dense = contiguous_last_dim(x)
-    _launch_rotation(dense, cos, sin, dense, interleaved, reverse)
-    if dense is not x:
-        x.copy_(dense)
-
-
-def _launch_rotation(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bool, reverse: bool) -> None:
-    """Write the rotated x to `result`, possibly x itself."""
     if not x.numel():
         return
+    x = contiguous_last_dim(x)
     cos, sin = unify_angle_strides(cos, sin)
     rows, length, heads, channels = x.shape
     pairs = cos.shape[-1]
     block = next_power_of_2(max(pairs, 1))
     vectors = max(1, min(TILE // (2 * block), next_power_of_2(length * heads)))
     tiles = cdiv(length * heads, vectors)
-    rest = 0 if result is x else channels - 2 * pairs
+    rest = channels - 2 * pairs
     _rope_kernel[(rows * tiles,)](
         x,
         cos,
@@ -115,7 +97,6 @@ def _launch_rotation(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interl
         BLOCK=block,
         REST_BLOCK=next_power_of_2(max(rest, 1)),
         num_warps=max(1, min(vectors * block // 256, 8)),
-        enable_fp_fusion=True,
     )
 
 
@@ -356,7 +337,6 @@ def _qk_norm_rope(
         VECTORS=vectors,
         BLOCK=block,
         num_warps=8,
-        enable_fp_fusion=True,
     )
 
 
@@ -421,8 +401,6 @@ def _qk_norm_rope_backward(
         PAIRS=channels // 2,
         VECTORS=vectors,
         BLOCK=block,
-        num_warps=4,
-        enable_fp_fusion=True,
     )
     sum_partials(parts[:q_programs], grad_q_weight)
     sum_partials(parts[q_programs:], grad_k_weight)

@@ -48,8 +48,8 @@ MAX_KEY_BYTES = 512
 
 TILES = {
     "scores": {"BLOCK": 64, "KEYS": 128, "num_warps": 4, "num_stages": 3},
-    "gather": {"KEYS": 128, "COLUMNS": 64, "num_warps": 4},
-    "sums": {"ENTRIES": 8, "num_warps": 4},
+    "gather": {"KEYS": 128, "COLUMNS": 64},
+    "sums": {"ENTRIES": 8},
 }
 """Launch options for an H200: tokens and keys for an indexer's scores, gathered keys, and parts of keys' gradients."""
 

@@ -233,7 +233,6 @@ def _forward(
     mix_values[(sizes.chunk_head_count // sizes.groups,)](
         *(q, k, v, states, decays, ids, before, mixed, sizes.length, sizes.chunks),
         **sizes.constants,
-        num_warps=4,
         num_stages=max(1, 4 - cdiv(sizes.v_width, MIN_BLOCK)),  # every column block adds tiles to shared memory
     )
 
@@ -243,7 +242,7 @@ def _sum_gates(g: Tensor, ids: Tensor) -> Tensor:
     rows, length, heads = g.shape
     decays, chunks = torch.empty_like(g, dtype=torch.float32), cdiv(length, CHUNK_SIZE)
     sum_gates[(rows * chunks, cdiv(heads, MIN_BLOCK))](
-        g, ids, decays, length, chunks, HEADS=heads, BLOCK=MIN_BLOCK, num_warps=4
+        g, ids, decays, length, chunks, HEADS=heads, BLOCK=MIN_BLOCK
     )
     return decays
 
@@ -267,7 +266,6 @@ def _carry(
         **sizes.constants,
         BY_CHANNEL=False,
         BACK=back,
-        num_warps=4,
         num_stages=4 if k.itemsize == 2 else 2,
     )
     return states
@@ -310,7 +308,6 @@ def _backward(
     compute_value_gradients[(programs,)](
         *(grad, q, k, v, grad_states, decays, ids, before, grad_v, grad_sums, *ends),
         **constants,
-        num_warps=4,
         num_stages=max(1, 3 - cdiv(sizes.v_width, MIN_BLOCK)),
     )
     compute_other_gradients[(programs,)](

@@ -35,32 +35,8 @@ def _upper_32_bits(product: Tensor) -> Tensor:
     return (product >> 32) & WORD
 
 
-PER_DRAW = 8
-"""Elements per draw: four words of 32 random bits round eight numbers by 16 bits each."""
-
 CHUNK = 2**20
 """Elements that the eager code processes at a time: its temporaries take dozens of bytes per element."""
-
-
-def stochastic_copy_eager(target: Tensor, source: Tensor, key: int, counter: int, first: int = 0) -> None:
-    """
-    Copy `source`, float32 (any shape), into `target`, bfloat16 (same shape), with stochastic rounding.
-
-    Infinities, NaN, signs and exact bfloat16 values are preserved; values beyond its largest number may become
-    infinite. The noise depends only on key, counter and `first` + the element's index. Raises ValueError if `first` is
-    not divisible by 8.
-    """
-    if first % PER_DRAW:
-        raise ValueError(f"first = {first} is not a multiple of {PER_DRAW}")
-    flat, starts = source.reshape(-1), range(0, source.numel(), CHUNK)
-    parts = [_round_with_philox_noise(flat[start : start + CHUNK], key, counter, first + start) for start in starts]
-    target.copy_(torch.cat(parts).view(target.shape) if parts else flat.view(target.shape))
-
-
-def _round_with_philox_noise(x: Tensor, key: int, counter: int, first: int) -> Tensor:
-    draws = torch.arange(first // PER_DRAW, -(-(first + len(x)) // PER_DRAW), device=x.device)
-    words = torch.stack(philox(key, draws, counter), 1)
-    return round_stochastically(x, split_into_16bit_halves(words)[: len(x)])
 
 
 def split_into_16bit_halves(words: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ def cache_launches(*varying: str) -> Callable[[Any], Any]:
     Return a decorator for kernels, which are launched as `triton.jit`'s, by `kernel[grid](*arguments, **constants)`.
 
     A kernel is compiled once for all values of `varying` arguments. `constexpr` arguments and compiler options must be
-    passed by name, all other arguments by position.
+    passed by name, all other arguments by position. Multiplications and additions are fused unless `enable_fp_fusion`
+    is False.
     """
 
     def compile_kernel(function: Any) -> Any:
@@ -55,7 +56,7 @@ class LeanKernel:
         self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[Any, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return partial(self._launch, grid)
+        return partial(self._launch, grid, enable_fp_fusion=True)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         device = driver.active.get_current_device()
@@ -191,9 +192,7 @@ BLOCK, PARTS_PER_STEP = 32, 64
 def sum_partials(parts: Tensor, result: Tensor) -> None:
     """Sum parts, float32 (count, width), over the first dimension into `result`, with `width` elements."""
     count, width = parts.shape
-    _sum_partials_kernel[(cdiv(width, BLOCK),)](
-        parts, result, count, width, BLOCK=BLOCK, PARTS_PER_STEP=PARTS_PER_STEP, num_warps=4, enable_fp_fusion=True
-    )
+    _sum_partials_kernel[(cdiv(width, BLOCK),)](parts, result, count, width, BLOCK=BLOCK, PARTS_PER_STEP=PARTS_PER_STEP)
 
 
 @cache_launches("count")

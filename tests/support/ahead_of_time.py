@@ -145,8 +145,10 @@ def calls() -> dict[str, Callable[[int], object]]:
 
     weight, angles = torch.empty(2048), torch.empty(1, 400, 16)
     return {
-        "swiglu of any size": lambda size: gate_kernels._swiglu(torch.empty(size), torch.empty(size), None),
-        "swiglu backward": lambda size: (lambda x: gate_kernels._swiglu_backward(x, x, x, None))(torch.empty(size, 96)),
+        "swiglu of any size": lambda size: gate_kernels._apply_gate(torch.empty(size), torch.empty(size), None, 0),
+        "swiglu backward": lambda size: (lambda x: gate_kernels._compute_gradients(x, x, x, None, 0))(
+            torch.empty(size, 96)
+        ),
         "rms_norm of any rows": lambda size: rms_norm._forward(
             torch.empty(size, 2048), None, weight, 1e-6, False
         ),
@@ -246,7 +248,7 @@ def lean_launches() -> dict[str, Any]:
             call(sizes.randint(1, 400))
     for _, first, dtype in product("12", (0, 1), (torch.bfloat16, torch.float32)):
         x = torch.empty(64 * 64 + 8, dtype=dtype)[first : 64 * 64 + first].view(64, 64)
-        gate_kernels._swiglu(x, x, None)
+        gate_kernels._apply_gate(x, x, None, 0)
         rms_norm._forward(x, None, x[0], 1e-6, first == 0)
     return {**counts, "wrong": wrong}
 

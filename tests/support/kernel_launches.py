@@ -25,7 +25,6 @@ from drawloom.kernels.rope import triton as rope
 from drawloom.kernels.sampling.triton import draw_ids_triton
 from drawloom.kernels.sparse_attention import triton as sparse_attention
 from drawloom.kernels.state_space import triton as state_space
-from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 from drawloom.kernels.triton import tma
 from drawloom.kernels.weight_formats import triton as weight_formats
 from drawloom.kernels.weight_formats.eager import FORMATS, STORAGE
@@ -76,12 +75,12 @@ def norms() -> Iterator[tuple[str, Launch]]:
 def gates() -> Iterator[tuple[str, Launch]]:
     for dtype in (BF16, FLOAT):
         gate, gate_and_up, scale = empty(64, 1536, dtype=dtype), empty(64, 3072, dtype=dtype), empty(64, dtype=FLOAT)
-        yield f"swiglu {dtype}", lambda g=gate: gate_kernels._swiglu(g, g, None)
-        yield f"swiglu backward {dtype}", lambda g=gate: gate_kernels._swiglu_backward(g, g, g, None)
-        yield f"swiglu scaled {dtype}", lambda b=gate_and_up, s=scale: gate_kernels._swiglu_halves(b, s)
+        yield f"swiglu {dtype}", lambda g=gate: gate_kernels._apply_gate(g, g, None, 0)
+        yield f"swiglu backward {dtype}", lambda g=gate: gate_kernels._compute_gradients(g, g, g, None, 0)
+        yield f"swiglu scaled {dtype}", lambda b=gate_and_up, s=scale: gate_kernels._apply_gate_to_halves(b, s, 0)
         yield (
             f"swiglu of halves backward {dtype}",
-            lambda g=gate, b=gate_and_up, s=scale: gate_kernels._swiglu_halves_backward(g, b, s),
+            lambda g=gate, b=gate_and_up, s=scale: gate_kernels._compute_gradients_of_halves(g, b, s, 0),
         )
 
 
@@ -94,7 +93,6 @@ def rotations() -> Iterator[tuple[str, Launch]]:
             f"rope interleaved={interleaved} back={back} of {2 * part}",
             lambda a=angles, i=interleaved, b=back: rope._rotate(q, a, a, i, b),
         )
-    yield "rope in place", lambda: rope._rotate_in_place(q, cos, cos, False, False)
     yield "qk_norm_rope", lambda: rope._qk_norm_rope(q, k, weight, weight, 1e-6, cos, cos)
     yield (
         "qk_norm_rope backward",
@@ -142,7 +140,6 @@ def draws() -> Iterator[tuple[str, Launch]]:
 
 
 def steps() -> Iterator[tuple[str, Launch]]:
-    yield "stochastic_copy", lambda: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), 1 << 60, 1)
     for dtype in (BF16, torch.float16, FLOAT):
 
         def scaled(dtype_of_values: torch.dtype = dtype) -> None:
@@ -238,12 +235,6 @@ def connections() -> Iterator[tuple[str, Launch]]:
 
 def great_numbers() -> Iterator[tuple[str, Launch]]:
     """Yield launches with 64-bit scalars, signed or not, in place of small 32-bit ones."""
-    for position, great in product(range(3), (2**31, 2**32, 2**63 - 8)):
-        key, counter, first = (great if number == position else 8 for number in range(3))
-        yield (
-            f"stochastic_copy {key} {counter} {first}",
-            lambda k=key, c=counter, f=first: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), k, c, f),
-        )
     storage, norm, targets = empty(2**31 + 2**12), empty(128), torch.zeros(2, dtype=torch.int64)
     rows, numbers, ends = storage.as_strided((2, 128), (2**31, 1)), empty(2, dtype=FLOAT), targets.to(torch.int32)
     matrices = storage.as_strided((2, 128, 2), (1, 8, 2**31))
@@ -261,9 +252,9 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
         )
     yield "rms_norm of far rows", lambda: rms_norm._forward(rows, rows, norm, 1e-6, False)
     yield "rms_norm backward of far rows", lambda: rms_norm._backward(rows, rows, rows, norm, numbers, False, True)
-    yield "swiglu of far rows", lambda: gate_kernels._swiglu(rows, rows, numbers)
-    yield "swiglu backward of far rows", lambda: gate_kernels._swiglu_backward(rows, rows, rows, numbers)
-    yield "swiglu of many elements", lambda: gate_kernels._swiglu(storage, storage, None)
+    yield "swiglu of far rows", lambda: gate_kernels._apply_gate(rows, rows, numbers, 0)
+    yield "swiglu backward of far rows", lambda: gate_kernels._compute_gradients(rows, rows, rows, numbers, 0)
+    yield "swiglu of many elements", lambda: gate_kernels._apply_gate(storage, storage, None, 0)
     yield (
         "cut_cross_entropy of far rows",
         lambda: cross_entropy._forward(rows, rows, targets, 128, 256, 2**28),

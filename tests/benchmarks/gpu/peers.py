@@ -153,9 +153,6 @@ PEERS: dict[str, dict[str, Function]] = {
     "linear_cross_entropy": {"liger": _liger_loss, "cce": _cce},
     "experts": {"d9d": _d9d_experts},
     "stochastic_adamw": {"d9d": _d9d_steps},
-    "stochastic_copy": {
-        "d9d": lambda target, source: _d9d("stochastic", "copy_fp32_to_bf16_stochastic_")(target, source)
-    },
     "grouped_gemm": {
         "d9d": lambda x, weight, ends: _d9d("grouped_mm.torch", "grouped_mm")(x, weight, ends, None, None)
     },

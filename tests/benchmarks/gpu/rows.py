@@ -27,7 +27,6 @@ from drawloom.kernels.rms_norm.triton import add_rms_norm_triton, rms_norm_trito
 from drawloom.kernels.rope.eager import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.rope.triton import qk_norm_rope_triton, rope_triton
-from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANDOM = torch.Generator(DEVICE)
@@ -232,22 +231,6 @@ def _steps(tiny: bool) -> Iterator[Row]:
             None,
             (4.0 * elements, 0.0),
         )
-    count = 100 if tiny else 2**27
-    yield Row(
-        "stochastic_copy",
-        f"{count / 1e6:.0f}M",
-        lambda: (
-            (),
-            (
-                torch.empty(count, dtype=torch.bfloat16, device=DEVICE),
-                torch.randn(count, device=DEVICE, generator=RANDOM),
-            ),
-        ),
-        {"drawloom": lambda target, source: stochastic_copy_triton(target, source, 1, 2)},
-        {"copy, rounding to nearest": lambda target, source: target.copy_(source)},
-        None,
-        (6.0 * count, 0.0),
-    )
 
 
 def _adamw_8bit_row(tiny: bool) -> Row:

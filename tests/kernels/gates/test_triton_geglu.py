@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.kernels.gates.eager import geglu_eager, oss_swiglu_halves_eager
-from drawloom.kernels.gates.triton import geglu_triton, oss_swiglu_halves_triton
+from drawloom.kernels.gates.triton import CLAMPED, GELU_TANH, geglu_triton, oss_swiglu_halves_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
@@ -86,7 +86,7 @@ def test_operators_pass_opcheck() -> None:
     """Both directions pass torch.library.opcheck, which torch.compile relies on."""
     x, both, scale = (torch.randn(*shape, device=DEVICE) for shape in ((3, 8), (3, 16), (3,)))
     operators = torch.ops.drawloom
-    torch.library.opcheck(operators.geglu.default, (x, x + 1))
-    torch.library.opcheck(operators.geglu_backward.default, (x, x, x + 1))
-    torch.library.opcheck(operators.oss_swiglu_halves.default, (both, scale, 1.7, 7.0))
-    torch.library.opcheck(operators.oss_swiglu_halves_backward.default, (x, both, None, 1.7, 7.0))
+    torch.library.opcheck(operators.gate.default, (x, x + 1, None, GELU_TANH))
+    torch.library.opcheck(operators.gate_backward.default, (x, x, x + 1, None, GELU_TANH))
+    torch.library.opcheck(operators.gate.default, (*both.chunk(2, -1), scale, CLAMPED, 1.7, 7.0))
+    torch.library.opcheck(operators.gate_halves_backward.default, (x, both, None, CLAMPED, 1.7, 7.0))

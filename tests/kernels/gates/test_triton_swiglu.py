@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.kernels.gates.eager import swiglu_eager, swiglu_halves_eager
-from drawloom.kernels.gates.triton import swiglu_halves_triton, swiglu_triton
+from drawloom.kernels.gates.triton import SILU, swiglu_halves_triton, swiglu_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
@@ -91,7 +91,7 @@ def test_gates_of_any_size_give_finite_results() -> None:
 def test_operators_pass_opcheck() -> None:
     """Both directions pass torch.library.opcheck, which torch.compile relies on."""
     x, both, scale = (torch.randn(*shape, device=DEVICE) for shape in ((3, 8), (3, 16), (3,)))
-    torch.library.opcheck(torch.ops.drawloom.swiglu.default, (x, x + 1, None))
-    torch.library.opcheck(torch.ops.drawloom.swiglu.default, (x, x + 1, scale))
-    torch.library.opcheck(torch.ops.drawloom.swiglu_backward.default, (x, x, x + 1, scale))
-    torch.library.opcheck(torch.ops.drawloom.swiglu_halves_backward.default, (x, both, None))
+    torch.library.opcheck(torch.ops.drawloom.gate.default, (x, x + 1, None, SILU))
+    torch.library.opcheck(torch.ops.drawloom.gate.default, (x, x + 1, scale, SILU))
+    torch.library.opcheck(torch.ops.drawloom.gate_backward.default, (x, x, x + 1, scale, SILU))
+    torch.library.opcheck(torch.ops.drawloom.gate_halves_backward.default, (x, both, None, SILU))

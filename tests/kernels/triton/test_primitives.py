@@ -18,7 +18,6 @@ from drawloom.kernels.moe.triton import moe_permute_triton, moe_routes_triton, m
 from drawloom.kernels.rms_norm.triton import add_rms_norm_triton, rms_norm_triton
 from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.rope.triton import qk_norm_rope_triton, rope_triton
-from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 from drawloom.kernels.triton.primitives import next_power_of_2, unify_angle_strides, view_as_rows
 from support.kernels import DEVICE, draw_tensor, spread_apart
 
@@ -79,19 +78,6 @@ def test_kernels_compile_without_breaks(compute: Callable[[Tensor, Tensor], Tens
         result = function(x, weight)
         runs.append((result, *torch.autograd.grad(result.square().sum(), (x, weight))))
     assert all(torch.equal(result, reference) for result, reference in zip(*runs, strict=True))
-
-
-def test_a_copy_compiles() -> None:
-    """An operation with an argument as output is traced, too."""
-
-    def copy_rounded(source: Tensor) -> Tensor:
-        target = torch.empty_like(source, dtype=torch.bfloat16)
-        stochastic_copy_triton(target, source * 2, 1, 2)
-        return target
-
-    source = torch.randn(20, device=DEVICE)
-    compiled: Any = torch.compile(copy_rounded, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(source), copy_rounded(source))
 
 
 ROUTES = moe_routes_eager(EXPERTS_OF, 3)
