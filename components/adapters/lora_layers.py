@@ -21,7 +21,6 @@ from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding,
 from drawloom.components.parallel.tensor_ranks import ALONE, SplitDim, TensorParallel, TensorRanks
 from drawloom.components.weights.adapted import EMBEDDING, HEAD
 from drawloom.components.weights.mapper import TensorFunction, convert_one, parallel, rename
-from drawloom.kernels.operation import accumulation_dtype
 from drawloom.ports import AdaptedLayer, Fill, Head, HeadLayer, LowRank, Mapper, ModelParameter, TensorGroup
 
 PEFT = "base_model.model."
@@ -79,8 +78,7 @@ class LowRankLayer(AdaptedLayer):
         """Map the tensor `weight` and this layer's factors to `merged` and, if there is a name, to `unmerged`."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            # Changes are small relative to the weight.
-            wide = [tensor.to(accumulation_dtype(tensors[0])) for tensor in tensors]
+            wide = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
             return [self.merge_factors(*wide).to(tensors[0].dtype), *([tensors[0]] if unmerged else [])]
 
         inputs = (weight, *(f"{name}.{leaf}" for leaf in self.adapter_parameter_names))
@@ -288,7 +286,7 @@ class LoraExperts(Experts, AdaptedLayer):
         """Map to W + scale * B A for every expert."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(accumulation_dtype(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
             return [torch.baddbmm(w, b, a, alpha=self.options.scale).to(tensors[0].dtype)]
 
         groups = []
@@ -325,6 +323,11 @@ class LoraExperts(Experts, AdaptedLayer):
         return [self.options.make_low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
 
 
+def choose_merge_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype to merge a tensor in: at least float32, because changes are small relative to the weight."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def compute_dora_scale(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, magnitude: Tensor, ranks: TensorRanks = ALONE
 ) -> Tensor:
@@ -336,7 +339,7 @@ def compute_dora_scale(
     """
     with torch.no_grad():
         # |w|² + 2 scale w·(bA) + scale² |bA|² needs no second matrix of the weight's size.
-        dtype = accumulation_dtype(weight)
+        dtype = choose_merge_dtype(weight)
         square = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
         a, b = lora_a.to(dtype), lora_b.to(dtype)
         cross = ((weight @ lora_a.to(weight.dtype).T).to(dtype) * b).sum(1)

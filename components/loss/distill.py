@@ -17,7 +17,6 @@ from torch import Tensor
 
 from drawloom import NodeView, Problem, UserError, above, between, component, internal, setting, wired
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.kernels.operation import accumulation_dtype, upcast
 from drawloom.ports import Head, LossSums, TokenBatch, Tokenizer
 
 Divergence = Literal["forward", "reverse", "jsd"]
@@ -134,7 +133,7 @@ def compute_full_vocabulary_divergence(
     if teacher_logits.shape != logits.shape:
         sizes = f"{teacher_logits.shape[-1]} ids, and the student {logits.shape[-1]}"
         raise UserError(f"the teacher's vocabulary has {sizes}; use models with one tokenizer", 2)
-    dtype = accumulation_dtype(logits)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     teacher, student = ((part.to(dtype) / temperature).log_softmax(-1) for part in (teacher_logits, logits))
     return temperature**2 * _compute_divergence(teacher, student, kind, beta)
 
@@ -148,7 +147,7 @@ def compute_top_k_divergence(
     logits: (tokens, vocab_size); ids: int64 (tokens, k); teacher_logps: float32 (tokens, k + 1), the rest last. If k is
     `id_count`, or without it the vocabulary's size, there is no rest.
     """
-    logits = upcast(logits[..., :id_count])
+    logits = logits[..., :id_count].to(torch.promote_types(logits.dtype, torch.float32))
     normalizer = logits.logsumexp(-1, keepdim=True)
     student = logits.gather(-1, ids) - normalizer
     teacher = teacher_logps.to(logits.dtype)

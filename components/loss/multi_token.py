@@ -23,7 +23,7 @@ from drawloom.components.weights.load import (
     persistent_tensors,
     stream_converted_tensors,
 )
-from drawloom.components.weights.mapper import convert_one, parallel, select_outputs, sequential
+from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.ports import (
     LOSS,
     BufferOwner,
@@ -90,8 +90,8 @@ def create_layer_mapper(model: LanguageModel, depth: int) -> Mapper:
         for name, (published, qwen) in OUTER_NAMES.items():
             # Qwen's norms multiply by 1 + weight.
             offset, target = float(has_one and name != "eh_proj"), qwen if has_one else inner + published
-            lower, raised = partial(torch.add, other=-offset), partial(torch.add, other=offset)
-            mappers.append(convert_one(f"{own}{name}.weight", lower, raised, f"{target}.weight"))
+            both = partial(_add, number=-offset), partial(_add, number=offset)
+            mappers.append(Mapper((TensorGroup((f"{own}{name}.weight",), (f"{target}.weight",), *both),)))
         for group in whole.groups:
             if group.inputs[0].startswith(last):
                 inputs = [f"{own}layer.{name}" for name in group.inputs]
@@ -103,6 +103,11 @@ def create_layer_mapper(model: LanguageModel, depth: int) -> Mapper:
 def _repeat(tensors: Sequence[Tensor], count: int) -> Sequence[Tensor]:
     """Return a tensor (...) several times."""
     return [*tensors] * count
+
+
+def _add(tensors: Sequence[Tensor], number: float) -> Sequence[Tensor]:
+    """Return the tensors (...) plus a number."""
+    return [tensor + number for tensor in tensors]
 
 
 @component

@@ -22,7 +22,6 @@ from drawloom.components.weights.heads import find_model_folder, find_score_head
 from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper import distribute_like
 from drawloom.graph import component_base_class
-from drawloom.kernels.operation import accumulation_dtype
 from drawloom.ports import SCORE, Head, LanguageModel, LossSums, Mesh, TokenBatch
 
 
@@ -55,7 +54,7 @@ class ScoreHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return outputs (..., outputs), at least float32, from hidden states (..., width)."""
-        dtype = accumulation_dtype(hidden)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         return hidden.to(dtype) @ self.weight.to(dtype).T
 
 

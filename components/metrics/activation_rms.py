@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from drawloom import UserError, component, internal
 from drawloom.components.metrics.pass_sums import PassSums
 from drawloom.components.state.trees import list_leaves
-from drawloom.kernels.operation import accumulation_dtype
 from drawloom.ports import BatchContext, Mesh, MetricTotals, MetricValues, Stages, Step, TokenContext
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")
@@ -89,6 +88,6 @@ class ActivationRms(PassSums):
 
 def _sum_squares_by_token(hidden: Tensor) -> Tensor:
     """Sum the squares of hidden states (tokens, channels): float64 (tokens,), without a wider copy."""
-    dtype = accumulation_dtype(hidden)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
     norms: Tensor = torch.linalg.vector_norm(hidden, dim=-1, dtype=dtype)
     return norms.double().square()

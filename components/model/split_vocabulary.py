@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
-from drawloom.kernels.operation import upcast
 from drawloom.ports import TABLE_ROLE, Head, Mapper, Role, TensorGroup
 
 LAYERS = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
@@ -60,7 +59,7 @@ class NewTokenSplit:
         """
         (table,) = tensors
         known = table[self.first : self.id_after_new_tokens]
-        mean = upcast(table[: self.first]).mean(0, keepdim=True)
+        mean = table[: self.first].to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)
         missing = mean.to(table.dtype).expand(self.id_after_new_tokens - self.first - len(known), -1)
         return [table, *torch.split(torch.cat([known, missing]), [*self.sizes.values()])]
 

@@ -14,7 +14,6 @@ from drawloom.components.ports.model import Head
 from drawloom.components.state.batch import Batch, leaf
 from drawloom.graph import port
 from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
-from drawloom.kernels.operation import upcast
 
 FAULTS = (
     "malformed_call",
@@ -426,5 +425,5 @@ def compute_policy_logps(
 
 def _gather_logps(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
     """Return the targets' log-probabilities, (tokens,), from logits (tokens, vocab_size)."""
-    wide = upcast(logits) / temperatures[:, None]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
     return wide.gather(-1, targets[:, None])[:, 0] - logsumexp_in_fixed_order(wide)

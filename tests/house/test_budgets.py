@@ -3,13 +3,13 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 696_816,
+    "tokens of the source": 697_011,
     "files that name float8 outside its folder": 8,
     "code lines imported by check": 12_366,
-    "code lines imported by run": 19_151,
+    "code lines imported by run": 19_153,
     "functions on the journey rate": 36,
     "files on the journey rate": 18,
-    "functions on the journey batch": 131,
+    "functions on the journey batch": 132,
     "files on the journey batch": 41,
     "functions on the journey checkpoint": 105,
     "files on the journey checkpoint": 37,

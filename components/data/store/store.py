@@ -223,7 +223,7 @@ class TokenShard:
     def check_file_contents(self) -> None:
         """Verify the shard's files. Raises UserError with the path to a file with changed content."""
         self.check_file_sizes()
-        for file in self._mapped_files.values():
+        for file in (self._map_file(kind) for kind in self.sizes if kind != "digests"):
             file.verify_blocks(0, len(file.verified))
 
     @property
@@ -233,7 +233,7 @@ class TokenShard:
 
     def read_ids(self, first: int, end: int) -> np.ndarray:
         """Return the token ids from `first` to before `end`."""
-        return self._mapped_files["tokens"].read(self.dtype, first * self.dtype.itemsize, end - first)
+        return self._map_file("tokens").read(self.dtype, first * self.dtype.itemsize, end - first)
 
     @cached_property
     def document_ends(self) -> np.ndarray:
@@ -245,7 +245,7 @@ class TokenShard:
         offset = 0
         for column, dtype in COLUMNS:
             if column == name:
-                return self._mapped_files["documents"].read(dtype, offset, self.documents)
+                return self._map_file("documents").read(dtype, offset, self.documents)
             offset += dtype.itemsize * self.documents
         raise KeyError(name)
 
@@ -255,18 +255,25 @@ class TokenShard:
         return f"{source}:{self.read_document_column('offsets')[document]}"
 
     @cached_property
-    def _mapped_files(self) -> dict[str, MappedFile]:
-        """This process's mapped files, with token ids and documents, by kind."""
-        digests = memoryview(self._read_and_verify_file("digests", self.summary["digests"]))
-        files: dict[str, MappedFile] = {}
-        for kind in ("tokens", "documents"):
-            size = self.sizes[kind]
-            own, digests = digests[: DIGEST * count_blocks(size)], digests[DIGEST * count_blocks(size) :]
+    def _file_cache(self) -> dict[str, MappedFile]:
+        """This process's mapped files, by kind."""
+        return {}
+
+    def _map_file(self, kind: str) -> MappedFile:
+        """Return a file from the shard, mapped at the first call."""
+        if kind not in self._file_cache:
+            size, start = self.sizes[kind], 0
+            for other, length in self.sizes.items():
+                if other == kind:
+                    break
+                start += DIGEST * count_blocks(length) if other != "digests" else 0
+            blocks = memoryview(self._read_and_verify_file("digests", self.summary["digests"]))
+            digests = blocks[start : start + DIGEST * count_blocks(size)]
             try:
-                files[kind] = MappedFile.open(self.path(kind), size, own)
+                self._file_cache[kind] = MappedFile.open(self.path(kind), size, digests)
             except OSError as error:  # such as too many open files
                 raise UserError(f"{self.path(kind)} can't be mapped: {error}") from error
-        return files
+        return self._file_cache[kind]
 
     def _read_and_verify_file(self, kind: str, digest: str) -> bytes:
         """Return a small file's content. Raises UserError if its SHA-256 differs."""

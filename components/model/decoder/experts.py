@@ -21,7 +21,6 @@ from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.row_sums import RowSums
 from drawloom.components.parallel.split_experts import ExpertParallel
 from drawloom.components.parallel.tensor_ranks import SplitDim
-from drawloom.kernels.operation import accumulation_dtype
 from drawloom.kernels.recompute.marks import is_recomputing
 from drawloom.ports import Dispatcher, ExpertRouter, Kernels, Mesh, ObserveRouting, Role
 
@@ -130,7 +129,7 @@ class Router(Linear, RowSums, ExpertRouter):
         a loss nor an observer.
         """
         is_token = None if padding is None else self.select_own_token_weights((~padding).float())
-        wide = accumulation_dtype(self.weight)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
         if self.routing.wide_logits:
             logits = self.kernels.linear(hidden.to(wide), self.weight.to(wide))
         else:

@@ -15,7 +15,6 @@ from drawloom.components.model.decoder.model import CausalLM, Decoder
 from drawloom.components.model.decoder.specs import AttentionSpec, LayerContext
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor_ranks import TensorParallel
-from drawloom.kernels.operation import accumulation_dtype, upcast
 from drawloom.ports import Finish, Head, Kernels, LayerRange, TokenContext
 
 
@@ -32,7 +31,7 @@ class CappedCausalLM(CausalLM):
         def finish_with_cap(hidden: Tensor, head: Head) -> Any:
             def project(hidden: Tensor) -> Tensor:
                 logits = head.logits(hidden)
-                return cap * (upcast(logits) / cap).tanh()  # type: ignore[no-any-return]
+                return cap * (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh()  # type: ignore[no-any-return]
 
             return finish(hidden, ChunkedHead(project, size))
 
@@ -61,7 +60,7 @@ class NormedValueAttention(Attention):
     """Attention whose values are normed by head, without a weight; keys and values stay for later layers."""
 
     def norm_and_rotate(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        ones = v.new_ones(self.spec.head_dim, dtype=accumulation_dtype(v))
+        ones = v.new_ones(self.spec.head_dim, dtype=torch.promote_types(v.dtype, torch.float32))
         q, k, v = super().norm_and_rotate(q, k, self.kernels.rms_norm(v, ones, self.q_norm.eps), context)
         if self.spec.link:
             context.links.setdefault(self.spec.link, (k, v))  # recomputation leaves the first ones, which have a graph

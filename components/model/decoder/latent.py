@@ -16,7 +16,6 @@ from drawloom.components.model.decoder.mixer_specs import LatentSpec, SharedInde
 from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.parallel.tensor_ranks import TensorParallel
-from drawloom.kernels.operation import accumulation_dtype
 from drawloom.ports import Kernels
 
 LATENT_EPS = 1e-6
@@ -187,7 +186,7 @@ class SparseLatentAttention(ChoiceAttention):
             context.rotate(kernels, x.view(*shape, -1, spec.index_dim), spec.index_interleaved) for x in (queries, keys)
         )
         keys, _, visible = kernels.extend_keys(keys, keys, context.mask)
-        wide = accumulation_dtype(factors)
+        wide = torch.promote_types(factors.dtype, torch.float32)
         factors = factors.to(wide) * (spec.index_heads * spec.index_dim) ** -0.5
         first_key, visible_counts = _find_visible_range(context.documents, visible)
         # A kernel is compiled for each size: while a cache grows, only for powers of two.

@@ -14,7 +14,6 @@ from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.specs import Branch, LayerContext, MixerSpec, RecurrentSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor_ranks import TensorParallel
-from drawloom.kernels.operation import accumulation_dtype
 from drawloom.ports import (
     Finish,
     ForwardFlops,
@@ -51,7 +50,7 @@ def compute_document_means(
     hidden: (rows, length, hidden_size); documents: int64 (rows, length), where ids from `document_count` on are
     skipped; weights: bool or floating (rows, length); default: 1.
     """
-    dtype = accumulation_dtype(hidden)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
     numbers = torch.arange(document_count, device=documents.device)
     # A product instead of a scattered sum, because its order of additions is fixed.
     members = (documents[:, None, :] == numbers[:, None]).to(dtype)

@@ -18,7 +18,6 @@ from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, Delt
 from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
 from drawloom.components.parallel.tensor_ranks import SplitDim, TensorParallel
-from drawloom.kernels.operation import accumulation_dtype
 from drawloom.ports import Kernels, Role
 
 KEY_EPS = 1e-6
@@ -99,7 +98,7 @@ class GatedDeltaNet(TensorParallel):
 
     def compute_log_decays(self, hidden: Tensor, own: Tensor) -> Tensor:
         """Return log decays (rows, length, value_heads), at least float32; see `mix`."""
-        wide = accumulation_dtype(hidden)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
         return -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias.to(wide))
 
     def gate_outputs(self, normed: Tensor, hidden: Tensor, own: Tensor) -> Tensor:
@@ -114,7 +113,7 @@ class GatedDeltaNet(TensorParallel):
     def _scale_to_l2_norm(self, x: Tensor, length: float) -> Tensor:
         """Scale vectors (..., width) to an L2 norm; an RMS norm does it in one pass, and rounds once."""
         width = x.shape[-1]
-        weight = x.new_full((width,), length * width**-0.5, dtype=accumulation_dtype(x))
+        weight = x.new_full((width,), length * width**-0.5, dtype=torch.promote_types(x.dtype, torch.float32))
         return self.kernels.rms_norm(x, weight, KEY_EPS / width)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
@@ -146,7 +145,7 @@ class ChannelDeltaNet(GatedDeltaNet):
         self.dt_bias = nn.Parameter(torch.ones(keys))
 
     def compute_log_decays(self, hidden: Tensor, own: Tensor) -> Tensor:
-        wide = accumulation_dtype(hidden)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
         steps = F.softplus(self._project_from_few_channels("f", hidden, own).to(wide) + self.dt_bias.to(wide))
         return -self.A_log.to(wide).exp()[:, None] * steps.view(*steps.shape[:-1], -1, self.spec.key_dim)
 
@@ -168,7 +167,7 @@ class GroupNorm(ProjectionNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., width), or this rank's channels of it, in its dtype."""
-        ones = x.new_ones(self.unit, dtype=accumulation_dtype(x))
+        ones = x.new_ones(self.unit, dtype=torch.promote_types(x.dtype, torch.float32))
         normed = self.kernels.rms_norm(x.view(*x.shape[:-1], -1, self.unit), ones, self.eps)
         return normed.view(x.shape) * self.weight.to(x.dtype)
 
@@ -199,7 +198,7 @@ class StateSpaceMixer(GatedDeltaNet):
         return GroupNorm(self.spec.value_heads * self.spec.value_dim, eps, self.kernels, self.units["v"])
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, own: Tensor, context: LayerContext) -> Tensor:
-        wide = accumulation_dtype(hidden)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
         steps = F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias.to(wide))
         steps = steps.clamp(min=self.spec.min_time_step)
         rates = self.A_log.to(wide).exp()

@@ -24,6 +24,7 @@ from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.graph.cli.commands.training import run
 from drawloom.graph.runtime.container import Container
+from drawloom.graph.runtime.opened import OpenedNodes
 from drawloom.ports import Event, EventKind
 
 MIN_SECONDS_SHOWN = 0.02
@@ -84,10 +85,10 @@ def _begin_survivor(method: Callable[..., Any], ranks: Any) -> Any:
     return method(ranks)
 
 
-def _time_open(method: Callable[..., Any], container: Any, name: str, item: Any) -> None:
+def _time_open(method: Callable[..., Any], nodes: Any, name: str, item: Any) -> None:
     start = time.monotonic()
     try:
-        method(container, name, item)
+        method(nodes, name, item)
     finally:
         if name != "processes" or seconds[ROLE] == "survivor":  # otherwise it has waited
             _add(f"open [{name}]", start)
@@ -103,7 +104,7 @@ for owner, function_name in FUNCTIONS:
 RANKS = launched_ranks.LaunchedRanks
 RANKS._join_generation_groups = _bind(_note_role, RANKS._join_generation_groups)  # type: ignore[method-assign]
 RANKS._agree_on_next_generation = _bind(_begin_survivor, RANKS._agree_on_next_generation)  # type: ignore[method-assign]
-Container._open_node = _bind(_time_open, Container._open_node)  # type: ignore[method-assign]
+OpenedNodes._open_node = _bind(_time_open, OpenedNodes._open_node)  # type: ignore[method-assign]
 
 
 @component(impact="safe")
