@@ -162,7 +162,7 @@ def _describe_base_folder_as_json(model: LanguageModel, folder: Path, text_only:
             for key in NOT_EXPORTED_KEYS:
                 part.pop(key, None)
         dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs.values() if len(spec.shape) > 1})
-        others = {"carried": carried, "style": style} if not text_only else {"carried": [], "style": []}
+        others = {"carried": [], "style": []} if text_only else {"carried": carried, "style": style}
         return {**others, "config": config, "dtypes": dtypes}
     except UserError as error:
         # The end of a run is too late to refuse the folder.

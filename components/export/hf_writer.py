@@ -161,7 +161,7 @@ def write_hugging_face_folder(
 
 @attrs.frozen
 class _Contents:
-    """What an export's folder gets: its config, the mapper to its tensors, and the base folder, if there is one."""
+    """An export's config, the mapper to its tensors, and the base folder, if there is one."""
 
     config: ConfigJson
     mapper: Mapper
@@ -202,7 +202,8 @@ def _plan_contents(
         mapper = loss.extend_export(mapper, config)
     if origin is not None:
         mapper = origin.map_to_names_in_folder(mapper)
-        origin = attrs.evolve(origin, carried=[name for name in origin.carried if name not in {*mapper.outputs}])
+        written = set(mapper.outputs)
+        origin = attrs.evolve(origin, carried=[name for name in origin.carried if name not in written])
     return _Contents(config, mapper, origin)
 
 

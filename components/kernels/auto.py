@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from drawloom.ports import (
     AttentionOptions,
     CachedKeys,
     Device,
+    Kernels,
     KeyValueCache,
     NormAndSum,
     PeerExchange,
@@ -63,13 +64,16 @@ class _LazyFunctions(dict[str, Any]):
         return self.setdefault(operation, self.load(operation))
 
 
-def _make_method(call: Callable[..., Any], operation: str, **settings: Any) -> Any:
-    """Return a method that calls an operation: `functools.partialmethod`, which torch.compile can't trace."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _make_method(declared: F, call: Callable[..., Any], **settings: Any) -> F:
+    """Return a method like the port's that calls its operation: torch.compile can't trace `functools.partialmethod`."""
 
     def call_operation(self: Any, *arguments: Any, **options: Any) -> Any:
-        return call(self, operation, *arguments, **settings, **options)
+        return call(self, declared.__name__, *arguments, **settings, **options)
 
-    return call_operation
+    return cast(F, call_operation)
 
 
 class _OperationSettings:
@@ -156,8 +160,7 @@ class AutoKernels(_OperationSettings):
 
     def _load_row_casts(self) -> RowKernels:
         """Return the casts of saved rows to 8 bits, which only runs that keep such rows import."""
-        casts: RowKernels = import_module("drawloom.kernels.float8.linear").choose_row_casts(self.device.device)
-        return casts
+        return cast(RowKernels, import_module("drawloom.kernels.float8.linear").choose_row_casts(self.device.device))
 
     @cached_property
     def _batch_invariant_attention(self) -> Any:
@@ -186,8 +189,7 @@ class AutoKernels(_OperationSettings):
     ) -> NormAndSum:
         add_and_norm = self._functions["add_rms_norm"]
         if torch.compiler.is_compiling() or recorder.get() is None:
-            normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
-            return NormAndSum(normed, summed)
+            return NormAndSum(*add_and_norm(x, residual, weight, eps, zero_centered))
         with keep_arguments_in_8_bits(self._load_row_casts, x):
             normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
             # Recomputation starts from the sum, which is saved anyway, not from its terms.
@@ -216,24 +218,24 @@ class AutoKernels(_OperationSettings):
     def _call(self, operation: str, *arguments: Any, **options: Any) -> Any:
         return self._functions[operation](*arguments, **options)
 
-    # The port declares these operations' parameters.
-    linear = _make_method(_multiply, "linear")
-    grouped_gemm = _make_method(_multiply, "grouped_gemm")
-    rms_norm = _make_method(_call_recomputable, "rms_norm", rounded=1)
-    swiglu = _make_method(_call_recomputable, "swiglu", rounded=2)
-    swiglu_halves = _make_method(_call_recomputable, "swiglu_halves", rounded=1)
-    oss_swiglu_halves = _make_method(_call_recomputable, "oss_swiglu_halves", rounded=1)
-    geglu = _make_method(_call_recomputable, "geglu", rounded=2)
-    moe_permute = _make_method(_call_recomputable, "moe_permute")
+    # The port declares these operations' parameters and results.
+    linear = _make_method(Kernels.linear, _multiply)
+    grouped_gemm = _make_method(Kernels.grouped_gemm, _multiply)
+    rms_norm = _make_method(Kernels.rms_norm, _call_recomputable, rounded=1)
+    swiglu = _make_method(Kernels.swiglu, _call_recomputable, rounded=2)
+    swiglu_halves = _make_method(Kernels.swiglu_halves, _call_recomputable, rounded=1)
+    oss_swiglu_halves = _make_method(Kernels.oss_swiglu_halves, _call_recomputable, rounded=1)
+    geglu = _make_method(Kernels.geglu, _call_recomputable, rounded=2)
+    moe_permute = _make_method(Kernels.moe_permute, _call_recomputable)
     # Not recomputable: its backward pass does not need x, so that recomputation would save no memory.
-    rope = _make_method(_call, "rope")
-    embedding = _make_method(_call, "embedding")
-    choose_keys = _make_method(_call, "choose_keys")
-    sparse_attention = _make_method(_call, "sparse_attention")
-    connect_streams = _make_method(_call, "connect_streams")
-    moe_routes = _make_method(_call, "moe_routes")
-    moe_unpermute = _make_method(_call, "moe_unpermute")
-    add_expert_bias = _make_method(_call, "add_expert_bias")
+    rope = _make_method(Kernels.rope, _call)
+    embedding = _make_method(Kernels.embedding, _call)
+    choose_keys = _make_method(Kernels.choose_keys, _call)
+    sparse_attention = _make_method(Kernels.sparse_attention, _call)
+    connect_streams = _make_method(Kernels.connect_streams, _call)
+    moe_routes = _make_method(Kernels.moe_routes, _call)
+    moe_unpermute = _make_method(Kernels.moe_unpermute, _call)
+    add_expert_bias = _make_method(Kernels.add_expert_bias, _call)
 
     def qk_norm_rope(
         self,

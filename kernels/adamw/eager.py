@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.kernels.operation import accumulation_dtype
-from drawloom.kernels.stochastic_copy.eager import CHUNK, philox, round_stochastically, split_into_16bit_halves
+from drawloom.kernels.stochastic_rounding.eager import philox, round_stochastically, split_into_16bit_halves
 
 BLOCK = 256
 """Row elements with a common scale."""
@@ -87,6 +87,9 @@ def encode_8bit(numbers: Tensor, signed: bool) -> EightBitCodes:
 
 PER_DRAW = 2
 """Elements per random draw of four words: one word rounds two weights, one their exp_avg, one their exp_avg_sq."""
+
+CHUNK = 2**20
+"""Elements that the eager code processes at a time: its temporaries take dozens of bytes per element."""
 
 ALL = 2**62
 """Row width above all weights."""
@@ -237,10 +240,9 @@ def _step_in_chunks(
 ) -> None:
     """Step some elements at a time; with means of 8 bits decode, update, and encode whole rows."""
     tensors = {name: tensor for name in TENSORS if (tensor := getattr(param, name)) is not None}
-    has_codes, width, chunk = param.has_8bit_moments, 1, CHUNK
-    if has_codes:
-        width = param.weight.shape[-1]
-        chunk = max(CHUNK // width // PER_DRAW, 1) * PER_DRAW
+    has_codes = param.has_8bit_moments
+    width = param.weight.shape[-1] if has_codes else 1
+    chunk = max(CHUNK // width // PER_DRAW, 1) * PER_DRAW
     by_row = {
         name: tensor.detach().reshape(-1, *tensor.shape[-1:] if has_codes else ()) for name, tensor in tensors.items()
     }

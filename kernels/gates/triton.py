@@ -219,7 +219,7 @@ def _apply_gate_to_halves(
 
 
 def _allocate_scale_gradient(grad: Tensor, scale: Tensor | None) -> Tensor:
-    """Return an empty tensor (...) like the scale, or without elements if there is no scale; grad is (..., width)."""
+    """Return an empty gradient for the scale (...), without elements if there is no scale; grad is (..., width)."""
     return grad.new_empty(0) if scale is None else scale.new_empty(scale.shape)
 
 
@@ -241,8 +241,7 @@ def _compute_gradients(
     alpha: float = 1.0,
     limit: float = 0.0,
 ) -> None:
-    constants = {"FUNCTION": function, "ALPHA": alpha, "LIMIT": limit}
-    _launch_backward((grad, gate, up, *grads[:2]), scale, grads[2], constants)
+    _launch_backward((grad, gate, up, *grads[:2]), scale, grads[2], function, alpha, limit)
 
 
 @register_kernel(
@@ -258,12 +257,12 @@ def _compute_gradients_of_halves(
     alpha: float = 1.0,
     limit: float = 0.0,
 ) -> None:
-    constants = {"FUNCTION": function, "ALPHA": alpha, "LIMIT": limit}
-    _launch_backward((grad, *gate_and_up.chunk(2, -1), *grads[0].chunk(2, -1)), scale, grads[1], constants)
+    tensors = grad, *gate_and_up.chunk(2, -1), *grads[0].chunk(2, -1)
+    _launch_backward(tensors, scale, grads[1], function, alpha, limit)
 
 
 def _launch_backward(
-    tensors: tuple[Tensor, ...], scale: Tensor | None, grad_scale: Tensor, constants: dict[str, float]
+    tensors: tuple[Tensor, ...], scale: Tensor | None, grad_scale: Tensor, function: int, alpha: float, limit: float
 ) -> None:
     """Fill grad_gate, grad_up and grad_scale; `tensors` are grad, gate, up, grad_gate and grad_up."""
     if not tensors[0].numel():
@@ -281,7 +280,9 @@ def _launch_backward(
         tiles,
         *(x.stride(0) for x in rows),
         BLOCK=block,
-        **constants,
+        FUNCTION=function,
+        ALPHA=alpha,
+        LIMIT=limit,
         num_warps=max(1, block // 256),
     )
 

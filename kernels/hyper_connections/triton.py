@@ -182,8 +182,6 @@ def _launch(kernel: Any, streams: Tensor, tensors: Sequence[Tensor | None], cons
         BLOCK=TILE // tokens,
         CONSTRAINED=constrained,
         PRECISION=get_dot_precision(),
-        num_warps=4,
-        enable_fp_fusion=True,
         **limit_registers(REGISTERS),
     )
 
@@ -205,8 +203,6 @@ def _normalize(weights: Tensor, mix: Tensor | None, scale: Tensor | None, logits
             TOKENS=MIXES // size**2,
             ROUNDS=ROUNDS,
             BACKWARD=backward,
-            num_warps=4,
-            enable_fp_fusion=True,
         )
 
 

@@ -20,9 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from drawloom.kernels.stochastic_copy.eager import MULTIPLIERS as PHILOX_MULTIPLIERS
-from drawloom.kernels.stochastic_copy.eager import ROUNDS as PHILOX_ROUNDS
-from drawloom.kernels.stochastic_copy.eager import WEYL as PHILOX_WEYL
+from drawloom.kernels.stochastic_rounding.eager import PHILOX_MULTIPLIERS, PHILOX_ROUNDS, PHILOX_WEYL
 
 
 def cache_launches(*varying: str) -> Callable[[Any], Any]:

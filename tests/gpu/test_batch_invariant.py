@@ -66,7 +66,7 @@ def make_operations(kernels: AutoKernels) -> dict[str, tuple[Callable[..., Tenso
         routes = kernels.moe_routes(choices, len(both))
         rows, factors = kernels.moe_permute(x, torch.ones_like(choices) / 3, routes)
         gated = kernels.swiglu_halves(kernels.grouped_gemm(rows, both, routes[2], transposed=True), factors)
-        return kernels.moe_unpermute(kernels.grouped_gemm(gated, back, routes[2], transposed=True), routes)  # type: ignore[no-any-return]
+        return kernels.moe_unpermute(kernels.grouped_gemm(gated, back, routes[2], transposed=True), routes)
 
     return {
         "experts": (apply_experts, (x, chosen)),

@@ -119,7 +119,7 @@ def _prepare_torch(kernels: AutoKernels, hidden: Tensor, chosen: Tensor, mesh: R
 
         def combine() -> Tensor:
             torch.ops.symm_mem.all_to_all_vdev_2d_offset(received, back, received_splits, returned_splits, name)
-            return kernels.moe_unpermute(back, routes)  # type: ignore[no-any-return]
+            return kernels.moe_unpermute(back, routes)
 
         dispatch()
         return dispatch, combine

@@ -98,7 +98,7 @@ class RecurrentLayer(nn.Module):
         """Return (rows, length, 6) like x."""
         kernels = cpu_kernels()
         mask = kernels.recurrence_mask(documents_of([[3, 6], [9]]))
-        mixed, g, beta = kernels.linear(x, self.project).split([18, 2, 2], -1)
+        mixed, g, beta = kernels.linear(x, self.project).split([18, 2, 2], -1)  # type: ignore[no-untyped-call]
         mixed = kernels.causal_conv(mixed, self.taps, mask)
         q, k, v = (part.view(2, 9, 2, 3) for part in mixed.chunk(3, -1))
         mixed = kernels.gated_delta_rule(q, k, v, -g.exp(), beta.sigmoid(), mask)

@@ -109,7 +109,7 @@ def test_rows_of_experts_do_not_depend_on_their_number(dtype: torch.dtype) -> No
         routes = kernels.moe_routes(chosen[part], count)
         rows, scale = kernels.moe_permute(x[part], weights[part], routes)
         gated = kernels.swiglu_halves(kernels.grouped_gemm(rows, up, routes[2], transposed=True), scale)
-        return kernels.moe_unpermute(kernels.grouped_gemm(gated, down, routes[2], transposed=True), routes)  # type: ignore[no-any-return]
+        return kernels.moe_unpermute(kernels.grouped_gemm(gated, down, routes[2], transposed=True), routes)
 
     whole = apply(kernels, slice(None))
     for first, rows in ((0, 1), (7, 2), (0, 3), (50, 7), (3, 16), (100, 31), (0, 150)):

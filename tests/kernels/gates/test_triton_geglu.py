@@ -43,9 +43,10 @@ def test_clamped_swiglu_equals_eager(
     actual = oss_swiglu_halves_triton(both, scale, *bounds)
     expected = oss_swiglu_halves_eager(wide[0], wide[1] if scaled else None, *bounds)
     assert_close(actual, expected, 4)
-    grad = draw_tensor("contiguous", *shape, dtype=dtype).detach()
+    # With the results' signs, the terms of a scale's gradient do not cancel one another.
+    grad = draw_tensor("contiguous", *shape, dtype=dtype).detach().copysign(actual.detach())
     grads = torch.autograd.grad(actual, inputs, grad)
-    assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 16)
+    assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 8)
 
 
 def test_rows_wider_than_a_program_are_complete() -> None:

@@ -62,7 +62,7 @@ def count_rounded(y: Tensor, shape: tuple[int, ...]) -> int:
 def network(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     normed, summed = KERNELS.add_rms_norm(x, residual, weight, EPS)
     inner = KERNELS.swiglu(KERNELS.linear(normed, gate), KERNELS.linear(normed, up))
-    return summed + KERNELS.linear(inner, down)  # type: ignore[no-any-return]
+    return summed + KERNELS.linear(inner, down)
 
 
 def test_gradients_are_those_at_rounded_inputs() -> None:
@@ -101,7 +101,7 @@ def test_errors_of_weight_gradients_are_bounded_by_the_format() -> None:
     """
 
     def function(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-        return KERNELS.linear(KERNELS.rms_norm(x, scale, EPS), weight)  # type: ignore[no-any-return]
+        return KERNELS.linear(KERNELS.rms_norm(x, scale, EPS), weight)
 
     leaves = draw(200, 32), draw(32), draw(16, 32)
     y, *_, rounded = gradients(function, *leaves, quantized=True)

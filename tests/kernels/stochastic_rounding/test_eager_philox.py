@@ -2,7 +2,7 @@
 
 import torch
 
-from drawloom.kernels.stochastic_copy.eager import philox
+from drawloom.kernels.stochastic_rounding.eager import philox
 
 ALL = 2**64 - 1
 

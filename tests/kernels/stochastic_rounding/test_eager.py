@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.stochastic_copy.eager import philox, round_stochastically, split_into_16bit_halves
+from drawloom.kernels.stochastic_rounding.eager import philox, round_stochastically, split_into_16bit_halves
 
 
 def copy(source: Tensor, key: int = 1, counter: int = 0) -> Tensor:

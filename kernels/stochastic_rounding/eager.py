@@ -10,9 +10,9 @@ from torch import Tensor
 
 # Constants of Philox-4x32: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 WORD = 0xFFFFFFFF
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 7
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+PHILOX_ROUNDS = 7
 """Fewest rounds that the paper calls safe; with the usual ten, the optimizer's step would not be memory-bound."""
 
 
@@ -21,22 +21,18 @@ def philox(key: int, index: Tensor, counter: int) -> tuple[Tensor, Tensor, Tenso
     a, b = index & WORD, (index >> 32) & WORD
     c, d = torch.full_like(index, counter & WORD), torch.full_like(index, counter >> 32 & WORD)
     first, second = key & WORD, key >> 32 & WORD
-    for _ in range(ROUNDS):
+    for _ in range(PHILOX_ROUNDS):
         # int64 products of 32-bit words may overflow into the sign; the masks below keep the correct bits.
-        product, other = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
+        product, other = a * PHILOX_MULTIPLIERS[0], c * PHILOX_MULTIPLIERS[1]
         a, c = _upper_32_bits(other) ^ b ^ first, _upper_32_bits(product) ^ d ^ second
         b, d = other & WORD, product & WORD
-        first, second = first + WEYL[0] & WORD, second + WEYL[1] & WORD
+        first, second = first + PHILOX_WEYL[0] & WORD, second + PHILOX_WEYL[1] & WORD
     return a, b, c, d
 
 
 def _upper_32_bits(product: Tensor) -> Tensor:
     """Return the upper 32 bits of 64-bit products."""
     return (product >> 32) & WORD
-
-
-CHUNK = 2**20
-"""Elements that the eager code processes at a time: its temporaries take dozens of bytes per element."""
 
 
 def split_into_16bit_halves(words: Tensor) -> Tensor:
