@@ -46,9 +46,8 @@ VERSIONS ?= 3.11:2.11 3.11:2.13 3.11:2.15 3.12:2.15 3.13:2.15
 test-versions:
 	$(PYTHON) tests/house/versions.py $(VERSIONS) $(FOLDERS)
 
-# On a machine with a GPU: kernels compiled and not interpreted, great sizes, and runs.
-GPU_TESTS := tests/gpu tests/kernels tests/components/kernels tests/components/optim tests/components/model
-GPU_TESTS += tests/components/checkpoint tests/components/run tests/components/listeners
+# On a machine with a GPU: kernels compiled and not interpreted, great sizes, runs, and tests in other folders that use one.
+GPU_TESTS = tests/gpu $(shell grep -rlE "triton|mark.gpu|torch.cuda" tests/kernels tests/components --include='test_*.py')
 
 # With packages that are there already, and no .venv: make test-gpu PYTEST="python3 -m pytest"; each worker takes a core
 # and a GiB of the GPU. Every test is printed, since machines with GPUs are lent for minutes.

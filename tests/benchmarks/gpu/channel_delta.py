@@ -8,6 +8,7 @@ follow, and the largest error in results and gradients against float64, for a pa
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.clock import copy_rate, cost, error, now, show_kernels
-from benchmarks.gpu.peers import allow_fla_backward
+from benchmarks.gpu.peers import allow_fla_backward, compile_candidates, compile_part
 from drawloom.kernels.documents import number_recurrent_documents
 from drawloom.kernels.gated_delta.eager import delta_rule_eager
 from drawloom.kernels.gated_delta.triton import delta_rule_triton
@@ -30,15 +31,20 @@ def main() -> None:
     """Print lines for every rule."""
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here")
+    if "--compile" in sys.argv:
+        part, parts = map(int, sys.argv[-2:])
+        inputs = _draw_inputs(rows=1)[1]
+        compile_part(lambda: torch.autograd.grad(_call_fla(inputs).sum(), inputs), part, parts)
+        return
+    if find_spec("fla"):
+        compile_candidates("benchmarks.gpu.channel_delta")
     rate = copy_rate(2**28)
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s", flush=True)
     torch.manual_seed(0)
     documents = number_recurrent_documents(torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="cuda"))
-    q, k = (torch.nn.functional.normalize(_draw(WIDTH), dim=-1) for _ in range(2))
-    seed = _draw(WIDTH)
-    by_head = Inputs(q * WIDTH**-0.5, k, _draw(WIDTH), -_draw().float().abs(), _draw().sigmoid()).learned()
-    by_channel = by_head._replace(g=(-_draw(WIDTH).float().abs()).requires_grad_())
-    strong = by_head._replace(g=(-30 * _draw(WIDTH).float().abs()).requires_grad_())
+    by_head, by_channel = _draw_inputs(ROWS)
+    strong = by_channel._replace(g=(30 * by_channel.g.detach()).requires_grad_())
+    seed = _draw(ROWS, WIDTH)
     for name, inputs in (("by head", by_head), ("by channel, strong decays", strong), ("by channel", by_channel)):
         moved = sum(x.nbytes for x in inputs) + seed.nbytes
         alone, both = (bytes_moved / rate * 1e3 for bytes_moved in (moved, 3 * moved - seed.nbytes))
@@ -46,18 +52,13 @@ def main() -> None:
         def rule(inputs: Inputs = inputs) -> Tensor:
             return delta_rule_triton(*inputs, documents)[0]
 
-        def peer(inputs: Inputs = inputs) -> Tensor:
-            allow_fla_backward()
-            mixed: Tensor = import_module("fla.ops.kda").chunk_kda(*inputs, scale=1.0)[0]
-            return mixed
-
         def run(rule: Callable[[], Tensor] = rule, inputs: Inputs = inputs) -> None:
             torch.autograd.grad(rule(), inputs, seed)
 
         print(f"\n{name}\n  floor: forwards {alone:.3f}, both {both:.3f} ms", flush=True)
         _show("drawloom, Triton", rule, inputs, seed)
         if name == "by channel" and find_spec("fla"):
-            _show("fla", peer, inputs, seed)
+            _show("fla", partial(_call_fla, inputs), inputs, seed)
         show_kernels(run, 20)
         print(f"  error {_measure_error(inputs, seed):.1e}", flush=True)
     for _ in range(2):
@@ -68,8 +69,22 @@ def main() -> None:
     print(f"\nby channel, plain torch: both {start.elapsed_time(end):.1f} ms", flush=True)
 
 
-def _draw(*sizes: int) -> Tensor:
-    return torch.randn(ROWS, LENGTH, HEADS, *sizes, device="cuda", dtype=torch.bfloat16)
+def _draw(rows: int, *sizes: int) -> Tensor:
+    return torch.randn(rows, LENGTH, HEADS, *sizes, device="cuda", dtype=torch.bfloat16)
+
+
+def _draw_inputs(rows: int) -> tuple[Inputs, Inputs]:
+    """Return inputs with decays by head and by channel."""
+    q, k = (torch.nn.functional.normalize(_draw(rows, WIDTH), dim=-1) for _ in range(2))
+    decays, strengths = -_draw(rows).float().abs(), _draw(rows).sigmoid()
+    by_head = Inputs(q * WIDTH**-0.5, k, _draw(rows, WIDTH), decays, strengths).learned()
+    return by_head, by_head._replace(g=(-_draw(rows, WIDTH).float().abs()).requires_grad_())
+
+
+def _call_fla(inputs: Inputs) -> Tensor:
+    allow_fla_backward()
+    mixed: Tensor = import_module("fla.ops.kda").chunk_kda(*inputs, scale=1.0)[0]
+    return mixed
 
 
 def _show(name: str, call: Callable[[], Tensor], inputs: Inputs, seed: Tensor) -> None:

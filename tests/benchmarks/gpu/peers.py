@@ -1,5 +1,8 @@
 """The same operations by other libraries, if installed. Functions accept the arguments of our operations."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -34,6 +37,38 @@ def allow_fla_backward() -> None:
     if find_spec("fla") is not None:
         products: Any = import_module("fla.ops.common.chunk_o")
         products.TRITON_ABOVE_3_7_1 = True
+
+
+def compile_candidates(benchmark: str) -> None:
+    """
+    Compile all launch options that flash-linear-attention tunes, by processes side by side, so that it only times them.
+
+    A process runs `python -m BENCHMARK --compile PART PARTS`, which calls compile_part.
+    """
+    parts = os.cpu_count() or 1
+    words = [sys.executable, "-m", benchmark, "--compile"]
+    running = [subprocess.Popen([*words, str(part), str(parts)]) for part in range(parts)]
+    for process in running:
+        process.wait()
+
+
+def compile_part(call: Callable[[], Any], part: int, parts: int) -> None:
+    """Run a call, and of each kernel's launch options only a part, once each and without timing."""
+    tuner: Any = import_module("triton.runtime.autotuner").Autotuner
+    run_candidate, untimed = tuner._bench, [float("inf")] * 3
+
+    def run_once(kernel: Callable[[], Any], **_options: Any) -> list[float]:
+        kernel()
+        return [1.0] * 3
+
+    def run_part(self: Any, *arguments: Any, config: Any, **options: Any) -> Any:
+        self.do_bench = run_once
+        own = self.configs.index(config) % parts == part
+        return run_candidate(self, *arguments, config=config, **options) if own else untimed
+
+    tuner._bench = run_part
+    tuner.check_disk_cache = lambda _self, _key, _configs, run_candidates: run_candidates()
+    call()
 
 
 def available_peers(operation: str) -> dict[str, Function]:

@@ -88,13 +88,13 @@ def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path, keep: 
 
 @pytest.mark.gpu
 def test_a_gpu_state_is_copied_to_pinned_memory() -> None:
-    """It is complete when `stage` returns, ties kept; the next copy does not reuse memory in use."""
+    """It is complete when `stage` returns, with equal views on one memory; the next copy does not reuse memory in use."""
     weight, stager = torch.zeros(2**20, device="cuda"), Blocking()
     copies = []
     for step in range(3):
         weight.fill_(step)
-        copies.append(stager.stage({"weight": weight, "part": weight[5:9]}))
+        copies.append(stager.stage({"weight": weight, "tied": weight.view(-1), "part": weight[5:9]}))
         weight.fill_(-1)
     for step, copy in enumerate(copies):
         assert copy["weight"].unique().tolist() == [float(step)] and copy["weight"].is_pinned()
-        assert copy["part"].data_ptr() == copy["weight"].data_ptr() + 20
+        assert copy["tied"].data_ptr() == copy["weight"].data_ptr() and copy["part"].tolist() == 4 * [float(step)]

@@ -143,4 +143,3 @@ def test_a_gpu_state_is_copied_while_the_gpu_computes() -> None:
 def _check(copy: dict[str, Any], step: int) -> None:
     assert bool((copy["weight"] == step).all()) and bool((copy["column"] == step).all())
     assert copy["weight"].is_pinned() and copy["step"] == step
-    assert copy["column"].data_ptr() == copy["weight"].data_ptr() + 4
