@@ -96,6 +96,16 @@ CASES = {
         for policy in ("selective", "quantized")
     },
     "14B, bfloat16 states on the host": Case("qwen2_5_14b_one_gpu", (*LIMITS, "batch.global_size=4")),
+    **{
+        f"14B, float8, 8-bit states, {rows} rows": Case(
+            "qwen2_5_14b_one_gpu",
+            (
+                *("float8.use=float8.training", 'optimizer.state_dtype="uint8"'),
+                *(f"batch.global_size={rows}", "batch.micro_size=2"),
+            ),
+        )
+        for rows in (2, 8)
+    },
     "30B-A3B, LoRA on NF4": Case("qwen3_30b_a3b_lora", ("batch.global_size=4",)),
 }
 
