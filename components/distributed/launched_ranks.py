@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom import Every, UserError, internal
 from drawloom.components.distributed.connections import Connections
+from drawloom.components.distributed.generation import Generation, ReplicaShape, RunProcess
 from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launch_store import (
     call_store_with_timeout,
@@ -27,10 +28,7 @@ from drawloom.components.distributed.membership import (
     CURRENT,
     RECOVERY_MARGIN,
     RUNS,
-    Generation,
     Membership,
-    ReplicaShape,
-    RunProcess,
     Spares,
     agree_on_next_generation,
     start_membership,

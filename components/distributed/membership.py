@@ -1,27 +1,19 @@
 """
 This process's membership in a generation: its monitor and connections, and how it joins a run as a spare.
 
-Members of a generation continue after a loss, and agree on new processes. After a loss, all live ranks break their
-collectives, unwind, and meet in the launch's store. The first rank that sees every other one as arrived or lost
-proposes the next generation's members, and all ranks use the proposal in the store, so that no two groups exist.
-Processes that start later, and ranks in incomplete replicas, are spares: they wait in the store, and form new replicas
-as soon as they are enough. Without a complete replica, all live ranks and spares form one with as many shards as they
-are enough for. If all ranks are lost, the spares propose the next generation.
-
-If the launcher starts hot spares, a spare has no LOCAL_RANK, and so no GPU, before a generation admits it with one that
-no live process on its machine has.
+Members of a generation (`generation.py`) continue after a loss, and agree on new processes. After a loss, all live
+ranks break their collectives, unwind, and meet in the launch's store. The first rank that sees every other one as
+arrived or lost proposes the next generation's members, and all ranks use the proposal in the store, so that no two
+groups exist. Processes that start later, and ranks in incomplete replicas, are spares: they wait in the store. If all
+ranks are lost, the spares propose the next generation.
 """
 
-import itertools
 import json
 import logging
-import math
-import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -30,203 +22,24 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom import UserError, internal
 from drawloom.components.distributed.connections import Connections
+from drawloom.components.distributed.generation import Generation, RunProcess
 from drawloom.components.distributed.launch_store import Failure, connect_to_launch_store
 from drawloom.components.distributed.peer_processes import PeerProcesses
 from drawloom.components.distributed.preparation import Preparation
 from drawloom.components.distributed.rank_monitor import KILL_TIMEOUT, MAX_WATCHED, RankMonitor
-from drawloom.components.distributed.torchrun import Launch, get_boot_and_namespace_id
+from drawloom.components.distributed.torchrun import Launch
 from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.problems import ReportedError
 
-TICK = 0.02  # seconds between two looks into the store
+log = logging.getLogger("drawloom.distributed")
+
+TICK = 0.02  # seconds between two looks into the store while ranks agree
+WAITING_TICK = 0.1  # seconds between a spare's looks into the store
+RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
 CURRENT = "current_generation"
 """Key in the launch's store: the newest generation of the launch's run."""
-
-
-@attrs.frozen
-class RunProcess:
-    """
-    A process: its machine (`torchrun.get_boot_and_namespace_id`), and its id there.
-
-    `local_rank` is its LOCAL_RANK, below its machine's `local_world_size`, or None until it joins. Without hot spares
-    both are unset, because a process keeps its LOCAL_RANK.
-    """
-
-    machine: str
-    pid: int
-    local_rank: int | None = attrs.field(default=None, eq=False)
-    local_world_size: int = attrs.field(default=0, eq=False)
-
-    @classmethod
-    def of_this_process(cls) -> "RunProcess":
-        """Return this process."""
-        return cls(get_boot_and_namespace_id() if hasattr(os, "pidfd_open") else "", os.getpid())
-
-    @classmethod
-    def from_launch(cls, launch: Launch, *, is_member: bool) -> "RunProcess":
-        """Return this process, with its LOCAL_RANK if it is or was a member."""
-        if not launch.spares:
-            return cls.of_this_process()
-        local_rank = launch.local_rank if is_member else None
-        return attrs.evolve(cls.of_this_process(), local_rank=local_rank, local_world_size=launch.local_world_size)
-
-    def has_ended_on_this_machine(self) -> bool:
-        """Return whether the process has ended; False if it is on another machine."""
-        return self.machine == RunProcess.of_this_process().machine and not Path(f"/proc/{self.pid}").exists()
-
-
-def assign_local_ranks(live: Iterable[RunProcess], spares: Iterable[RunProcess]) -> list[RunProcess]:
-    """Return the spares that can join, each with a LOCAL_RANK that no live process on its machine has."""
-    used = {(process.machine, process.local_rank) for process in live}
-    assigned = []
-    for spare in sorted(spares, key=lambda spare: spare.local_rank is None):  # former members keep their GPUs
-        own = [] if spare.local_rank is None else [spare.local_rank]
-        free = [rank for rank in (*own, *range(spare.local_world_size)) if (spare.machine, rank) not in used]
-        if free or not spare.local_world_size:
-            assigned.append(attrs.evolve(spare, local_rank=next(iter(free), None)))
-            used.add((spare.machine, assigned[-1].local_rank))
-    return assigned
-
-
-@attrs.frozen
-class ReplicaShape:
-    """
-    A replica's ranks: pipeline stages × shards × ranks in a shard (context × tensor).
-
-    Only numbers of data-parallel ranks (replicas × shards) in `counts` can share the work. If experts are partitioned
-    over `expert` ranks, and so over several of the mesh's replicas, these count as one: none of them has all experts.
-    """
-
-    stages: int
-    shards: int
-    shard_size: int
-    counts: Sequence[int]
-    expert: int = 1
-
-    @classmethod
-    def with_fitting_counts(
-        cls, world_size: int, shape: tuple[int, int, int, int], fits: Callable[[int], bool]
-    ) -> "ReplicaShape":
-        """Return the shape for `Processes.set_replica_shape`, with the fitting numbers of ranks."""
-        stages, shards, shard_size, expert = shape
-        largest = world_size // (stages * shard_size)
-        counts = [count for count in range(1, largest + 1) if count == largest or fits(count)]
-        return cls(stages, shards, shard_size, counts, expert)
-
-    @property
-    def size(self) -> int:
-        """Ranks in a replica."""
-        return self.stages * self.data_ranks * self.shard_size
-
-    @property
-    def data_ranks(self) -> int:
-        """Data-parallel ranks in a replica: the fewest with a whole number of replicas and of sets of experts."""
-        return math.lcm(self.shards * self.shard_size, self.expert) // self.shard_size
-
-    def list_ranks_by_replica(self, count: int) -> list[list[int]]:
-        """Return each replica's ranks among `count` replicas, in the mesh's numbering, where the stage comes first."""
-        width = self.data_ranks * self.shard_size
-        return [
-            [(stage * count + replica) * width + number for stage in range(self.stages) for number in range(width)]
-            for replica in range(count)
-        ]
-
-    def find_max_replica_count(self, processes: int) -> int:
-        """Return the largest number of replicas that can share the work, with at most so many processes; 0 if none."""
-        largest = processes // self.size
-        return max((count for count in range(1, largest + 1) if count * self.data_ranks in self.counts), default=0)
-
-    def shrink(self, processes: int) -> "ReplicaShape | None":
-        """Return the shape of one replica with the most shards for `processes` ranks; None if they are too few."""
-        shapes = (attrs.evolve(self, shards=shards) for shards in range(self.shards, 0, -1))
-        return next((shape for shape in shapes if shape.find_max_replica_count(processes)), None)
-
-
-@attrs.frozen
-class Generation:
-    """
-    A run's processes by rank, between two changes; `run` is the run's unique name in the store.
-
-    `shape` is the replicas' shape in the recipe, and `shards` the number of shards that they have (None: as many).
-    """
-
-    run: str
-    number: int
-    members: Sequence[RunProcess]
-    shape: ReplicaShape | None = None
-    shards: int | None = None
-
-    @property
-    def name(self) -> str:
-        """This generation's prefix in the store."""
-        return f"{self.run}/{self.number}"
-
-    def get_store(self, launch_store: Any) -> Any:
-        """Return this generation's keys in the launch's store."""
-        return PrefixStore(f"drawloom/{self.name}", launch_store.underlying_store)
-
-    def to_json(self) -> str:
-        """Return the generation as JSON."""
-        return json.dumps(attrs.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Generation":
-        """Return the generation in a JSON text."""
-        values = json.loads(text)
-        shape = values.pop("shape")
-        members = [RunProcess(**member) for member in values.pop("members")]
-        return cls(**values, members=members, shape=shape and ReplicaShape(**shape))
-
-    def set_rank_environment(self, rank: int) -> None:
-        """Set RANK, WORLD_SIZE and an assigned LOCAL_RANK in the environment, as torchrun would."""
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(self.members))}
-        if (local_rank := self.members[rank].local_rank) is not None:
-            os.environ["LOCAL_RANK"] = str(local_rank)
-
-    def describe_membership_change_to(self, following: "Generation") -> str:
-        """Return a message with the numbers of staying and of joining members."""
-        new = [member for member in following.members if member not in self.members]
-        staying = f"{len(following.members) - len(new)} of {len(self.members)} processes continue"
-        joining = f"{len(new)} process{'es join' if len(new) > 1 else ' joins'}"
-        return f"{staying}; {joining}" if new else staying
-
-    def choose_next_generation(self, lost: Set[int], spares: Iterable[RunProcess]) -> "Generation":
-        """
-        Return the next generation: as many replicas as possible that can share the work.
-
-        Complete replicas come first; live ranks in incomplete ones and `spares` form new replicas. Without a complete
-        replica of the recipe's shape, the processes form replicas with as many shards as possible. No members if they
-        are too few. Spares without a free LOCAL_RANK on their machine are left out.
-        """
-        spares = assign_local_ranks([member for rank, member in enumerate(self.members) if rank not in lost], spares)
-        following = attrs.evolve(self, number=self.number + 1, members=[], shards=None)
-        if self.shape is None:
-            return following
-        shape = attrs.evolve(self.shape, shards=self.shards or self.shape.shards)
-        complete: list[list[RunProcess]] = []
-        pool: list[RunProcess] = []
-        for ranks in shape.list_ranks_by_replica(len(self.members) // shape.size):
-            live = [self.members[rank] for rank in ranks if rank not in lost]
-            if len(live) == shape.size:
-                complete.append(live)
-            else:
-                pool += live
-        pool += spares
-        if shape != self.shape or not complete:
-            pool, complete = [*itertools.chain.from_iterable(complete), *pool], []
-            if (shrunk := self.shape.shrink(len(pool))) is None:
-                return following
-            shape = shrunk
-        replicas = [*complete, *(pool[start : start + shape.size] for start in range(0, len(pool), shape.size))]
-        count = shape.find_max_replica_count(sum(map(len, replicas)))
-        placed = {
-            rank: member
-            for ranks, replica in zip(shape.list_ranks_by_replica(count), replicas, strict=False)
-            for rank, member in zip(ranks, replica, strict=True)
-        }
-        members = [placed[rank] for rank in range(count * shape.size)]
-        shards = None if shape.shards == self.shape.shards else shape.shards
-        return attrs.evolve(following, members=members, shards=shards if members else None)
+RUNS: dict[str, Any] = {}
+"""This process's runs by name, equal on all ranks, with the launch's store, kept alive, if the process hosts it."""
 
 
 @attrs.define
@@ -265,7 +78,7 @@ class Spares:
         """Return the generation that has admitted a spare; None until then."""
         if not self.store.check([f"admitted/{number}"]):
             return None
-        return Generation.from_json(self.store.get(f"admitted/{number}").decode())
+        return Generation.from_json(self.store.get(f"admitted/{number}"))
 
     def announce_admission(self, numbers: Iterable[int], generation: Generation) -> None:
         """Tell spares that they are members in this generation; a second call changes nothing."""
@@ -321,17 +134,12 @@ def agree_on_next_generation(
 def propose_next_generation(generation: Generation, lost: Set[int], store: Any, spares: Spares) -> Generation:
     """Propose a next generation in this generation's store, unless there is one; return it and tell its spares."""
     following = generation.choose_next_generation(lost, spares.find_waiting_spares().values())
-    chosen = Generation.from_json(store.compare_set("following", "", following.to_json()).decode())
+    chosen = Generation.from_json(store.compare_set("following", "", following.to_json()))
     # every process does this, because the one that has proposed may be lost meanwhile
     spares.announce_admission(
         [number for number, spare in spares.find_waiting_spares().items() if spare in chosen.members], chosen
     )
     return chosen
-
-
-log = logging.getLogger("drawloom.distributed")
-
-WAITING_TICK = 0.1  # seconds between two looks into the store
 
 
 def wait_as_spare(
@@ -368,7 +176,7 @@ def wait_as_spare(
 
 def read_and_count_heartbeats(store: Any) -> tuple[Generation, int]:
     """Return the launch's newest generation, and the heartbeats of its first ranks so far."""
-    generation = Generation.from_json(store.get(CURRENT).decode())
+    generation = Generation.from_json(store.get(CURRENT))
     beats = generation.get_store(store)
     watched = range(min(MAX_WATCHED, len(generation.members)))  # some of them may be lost
     return generation, sum(beats.add(f"beat/{rank}", 0) for rank in watched)
@@ -390,9 +198,7 @@ class MemberWatch:
         generation, beats = read_and_count_heartbeats(self.store)
         if generation != self._generation:
             self.close()
-            machine = RunProcess.of_this_process().machine
-            local = {rank: member.pid for rank, member in enumerate(generation.members) if member.machine == machine}
-            self._processes = PeerProcesses(local)
+            self._processes = PeerProcesses(generation.find_local_pids())
             self._processes.open()
         if (generation, beats) != (self._generation, self._beats):
             self._generation, self._beats, self._since = generation, beats, time.monotonic()
@@ -446,11 +252,6 @@ class MemberWatch:
         self._processes.close()
 
 
-RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
-RUNS: dict[str, Any] = {}
-"""This process's runs by name, equal on all ranks, with the launch's store, kept alive, if the process hosts it."""
-
-
 @attrs.frozen
 class Membership:
     """
@@ -478,13 +279,8 @@ def start_membership(
 
     With `heartbeat_timeout`, the run survives losses: a loss breaks the connections. Both timeouts are in seconds.
     """
-    own = RunProcess.of_this_process()
-    rank = generation.members.index(own)
-    peers = {
-        number: member.pid
-        for number, member in enumerate(generation.members)
-        if member.machine == own.machine and number != rank
-    }
+    rank, peers = generation.members.index(RunProcess.of_this_process()), generation.find_local_pids()
+    del peers[rank]
     monitor = RankMonitor(
         rank,
         len(generation.members),
@@ -515,7 +311,7 @@ def wait_to_join_running_generation(
     store = connect_to_launch_store(launch.address, launch.port, launch.attempt, timeout)
     if not store.check([CURRENT]):
         return None
-    generation = Generation.from_json(store.get(CURRENT).decode())
+    generation = Generation.from_json(store.get(CURRENT))
     if generation.run in RUNS and not is_member:
         return None
     own = RunProcess.from_launch(launch, is_member=is_member)

@@ -26,8 +26,9 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import launched_ranks, membership, torchrun
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.distributed.generation import Generation, RunProcess
 from drawloom.components.distributed.guard import guard
-from drawloom.components.distributed.membership import CURRENT, Generation, RunProcess
+from drawloom.components.distributed.membership import CURRENT
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch

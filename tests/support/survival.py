@@ -13,9 +13,10 @@ from typing import IO, Any
 import pytest
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from drawloom.components.distributed.generation import Generation
 from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launch_store import connect_to_launch_store
-from drawloom.components.distributed.membership import CURRENT, Generation, Spares
+from drawloom.components.distributed.membership import CURRENT, Spares
 from drawloom.components.distributed.torchrun import SPARES, Launch, read_launch
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.phases.report import Report

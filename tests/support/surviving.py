@@ -15,7 +15,8 @@ from typing import Any
 import attrs
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.membership import CURRENT, Generation
+from drawloom.components.distributed.generation import Generation
+from drawloom.components.distributed.membership import CURRENT
 from drawloom.components.phases.forward_backward import ForwardBackward
 from support.mutations import put
 from support.processes import Crew

@@ -29,12 +29,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawloom import at_least
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
+from drawloom.components.distributed.generation import Generation
 from drawloom.components.distributed.launch_store import (
     call_store_with_timeout,
     connect_to_launch_store,
     set_short_dns_timeout_variable,
 )
-from drawloom.components.distributed.membership import CURRENT, Generation, Spares, read_and_count_heartbeats
+from drawloom.components.distributed.membership import CURRENT, Spares, read_and_count_heartbeats
 from drawloom.components.distributed.torchrun import CONTINUES, ROUND, SPARES
 from drawloom.graph.cli.command import (
     INVALID,
@@ -194,7 +195,7 @@ class Agent(LocalElasticAgent):
 
         def read_exit_code() -> int | None:
             store = self._connect_to_store(worker_group, self._surviving)
-            run = Generation.from_json(store.get(CURRENT).decode()).run
+            run = Generation.from_json(store.get(CURRENT)).run
             return Spares(PrefixStore(run, store)).find_exit_code()
 
         return call_store_with_timeout(STORE_SECONDS, read_exit_code)

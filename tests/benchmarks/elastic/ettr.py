@@ -40,8 +40,9 @@ import attrs
 import torch
 
 from benchmarks.elastic.recovery_timings import format_median_timings
+from drawloom.components.distributed.generation import Generation
 from drawloom.components.distributed.launch_store import connect_to_launch_store
-from drawloom.components.distributed.membership import CURRENT, Generation
+from drawloom.components.distributed.membership import CURRENT
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
 from drawloom.components.report.events import LOG, read_log

@@ -10,16 +10,9 @@ import attrs
 import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from drawloom.components.distributed.generation import Generation, ReplicaShape, RunProcess
 from drawloom.components.distributed.launch_store import Failure
-from drawloom.components.distributed.membership import (
-    CURRENT,
-    Generation,
-    MemberWatch,
-    ReplicaShape,
-    RunProcess,
-    Spares,
-    wait_as_spare,
-)
+from drawloom.components.distributed.membership import CURRENT, MemberWatch, Spares, wait_as_spare
 from drawloom.graph import UserError
 from drawloom.graph.problems import ReportedError
 

@@ -14,9 +14,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from drawloom.components.distributed import launched_ranks, torchrun
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.generation import Generation, RunProcess
 from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launched_ranks import LaunchedRanks
-from drawloom.components.distributed.membership import CURRENT, Generation, Membership, RunProcess, Spares
+from drawloom.components.distributed.membership import CURRENT, Membership, Spares
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.single_process import SingleProcess

@@ -88,7 +88,7 @@ def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path, keep: 
 
 @pytest.mark.gpu
 def test_a_gpu_state_is_copied_to_pinned_memory() -> None:
-    """It is complete when `stage` returns, with equal views on one memory; the next copy does not reuse memory in use."""
+    """It is complete when `stage` returns, and equal views share memory; the next copy does not reuse memory in use."""
     weight, stager = torch.zeros(2**20, device="cuda"), Blocking()
     copies = []
     for step in range(3):

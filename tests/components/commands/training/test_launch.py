@@ -20,7 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from drawloom.components.commands.training import launch
 from drawloom.components.commands.training.launch import Agent, print_failure
 from drawloom.components.distributed.error_file import write_torchrun_error_file
-from drawloom.components.distributed.membership import CURRENT, Generation, RunProcess, Spares
+from drawloom.components.distributed.generation import Generation, RunProcess
+from drawloom.components.distributed.membership import CURRENT, Spares
 from drawloom.graph.cli.main import main
 
 
