@@ -30,7 +30,7 @@ from drawloom.graph.cli.result import (
     list_output_formats,
 )
 from drawloom.graph.cli.terminal import print_escaped_text, redirect_stdout_to_stderr, redirect_to_null
-from drawloom.graph.problems import RecipeError, ReportedError, UserError, did_you_mean, find_nearest
+from drawloom.graph.problems import RecipeError, ReportedError, UserError, did_you_mean
 from drawloom.graph.project import Project
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
@@ -182,6 +182,8 @@ def _print_or_refuse(project: Project, files: Mapping[str, CommandFile], argumen
     """Parse a command line without a command. Raises UserError if it has neither --help nor --version."""
     parser = _make_main_parser(project, files)
     if arguments and arguments[0][:1] != "-":
+        from drawloom.graph.spelling import find_nearest
+
         near = find_nearest(arguments[0], files)
         hint = f"did you mean {near!r}?" if near else f"available: {', '.join(files)}"
         parser.error(f"there is no command {arguments[0]!r}; {hint}")

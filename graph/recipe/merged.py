@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.garbage import pause_garbage_collection
-from drawloom.graph.problems import MAX_CANDIDATES, Position, Problem, did_you_mean, find_nearest
+from drawloom.graph.problems import Position, Problem, did_you_mean
 from drawloom.graph.recipe.layers import EDIT, STARTED_IN, Layer, Leaf, Table
 
 FORMAT = 1
@@ -246,6 +246,8 @@ def _substitute_variables(value: Any, variables: Mapping[str, Leaf], names: tupl
 
 def describe_missing_variable(name: str, variables: Iterable[str]) -> str:
     """Return a hint for a reference to a missing variable."""
+    from drawloom.graph.spelling import find_nearest
+
     near = find_nearest(name, variables)
     return f"did you mean {near!r}?" if near else f"write {name} = ... in [vars], or add vars.{name}=... to the command"
 
@@ -280,13 +282,13 @@ def _check_unused_variables(variables: dict[str, Leaf], layers: Sequence[Layer])
     """
     used = set(_find_variable_names([layer.data for layer in layers])) if variables else set()
     known = used | variables.keys()
-    compared = (
-        known if len(known) < MAX_CANDIDATES else set()
-    )  # removing a name from a set costs time proportional to its size
     for name, leaf in variables.items():
         if name not in used:
+            from drawloom.graph.spelling import MAX_CANDIDATES, find_nearest
+
             text = f"nothing refers to the variable {VARIABLE + name!r}"
-            near = find_nearest(name, compared - {name})
+            # removing a name from a set costs time proportional to its size
+            near = find_nearest(name, known - {name}) if len(known) < MAX_CANDIDATES else None
             hint = f"did you mean {near!r}?" if near else ""
             yield Problem("DL116", text, hint, position=leaf.key_position, warning=near is None)
 

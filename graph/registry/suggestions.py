@@ -5,7 +5,8 @@ import sys
 
 from drawloom.graph.component import NAME
 from drawloom.graph.foreign_names import fold_name
-from drawloom.graph.problems import Problem, did_you_mean, find_nearest
+from drawloom.graph.problems import Problem, did_you_mean
+from drawloom.graph.spelling import find_nearest
 
 MAX_OFFERED = 6
 """Names in a hint about a word with which several names begin."""
