@@ -24,9 +24,7 @@ from drawloom.graph.cli.result import (
     OK,
     CommandFailure,
     Console,
-    as_data,
     describe_machine_limit,
-    dump_json,
     list_output_formats,
 )
 from drawloom.graph.cli.terminal import print_escaped_text, redirect_stdout_to_stderr, redirect_to_null
@@ -70,7 +68,9 @@ def _print_failure(failure: CommandFailure, arguments: Sequence[str], console: C
     if console.is_first(failure.text):
         print_escaped_text(failure.text, "stderr")
         if "--format=json" in arguments or ("--format", JSON) in pairwise(arguments):
-            print_escaped_text(failure.json())
+            from drawloom.graph.cli.json_text import dump_json
+
+            print_escaped_text(dump_json({"error": failure}))
     return failure.exit_code
 
 
@@ -96,7 +96,12 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
         return OK
     if result is None:
         raise TypeError(f"the command {name} returned no result; its `run` must return a Result")
-    text = dump_json(as_data(result)) if command.format == JSON else result.render(command.format)
+    if command.format == JSON:
+        from drawloom.graph.cli.json_text import dump_json
+
+        text = dump_json(result)
+    else:
+        text = result.render(command.format)
     if text and console.warns:  # one process of several
         print_escaped_text(text)
     return result.exit_code

@@ -9,7 +9,8 @@ from drawloom import at_least
 from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
 from drawloom.components.data.sources.files import import_optional_package
-from drawloom.graph.cli.command import Count, Project, UserError, command, dump_json, option, output, output_class
+from drawloom.graph.cli.command import Count, Project, UserError, command, option, output, output_class
+from drawloom.graph.cli.json_text import dump_json
 from drawloom.ports import Executor, Mesh, Tokenizer
 
 
