@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawloom import Every, ResolvedRecipe, component
-from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.ports import Batching, Mesh, RunFolder, Schedule
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ class HtmlReport:
 
     def has_result_of_step(self, step: int) -> bool:
         """Return whether rank 0 has a report for this step. A collective, equal on all ranks."""
+        from drawloom.components.distributed.rank_errors import run_on_rank0
+
         return bool(run_on_rank0(self.mesh.world, lambda: self._has_report_of_step(step)))
 
     def run_after_training(self, step: int) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawloom import UserError, above, at_least, between, component, setting
-from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.ports import (
     MAX_LENGTH,
     AveragedWeights,
@@ -57,10 +56,14 @@ class Sample:
 
     def has_result_of_step(self, step: int) -> bool:
         """Return whether `sample.txt` on rank 0 already has this step's text. A collective, equal on all ranks."""
+        from drawloom.components.distributed.rank_errors import run_on_rank0
+
         return bool(run_on_rank0(self.mesh.world, lambda: self._has_sample_of_step(step)))
 
     def run_after_training(self, step: int) -> None:
         """Sample the text on the first pipeline, and write it on rank 0. A collective."""
+        from drawloom.components.distributed.rank_errors import run_on_rank0
+
         with use_averages_if_any(self.average):
             text = self._sample_text_or_error() if self.mesh.replica_group.rank == 0 else ""
         run_on_rank0(self.mesh.world, lambda: self._log_and_write_text(step, text))
