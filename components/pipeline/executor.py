@@ -48,7 +48,7 @@ from drawloom.ports import (
 if TYPE_CHECKING:
     from drawloom.components.parallel.context_part import ContextPart
     from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
-    from drawloom.components.pipeline.runtime.rank_plans import RankPlans
+    from drawloom.components.pipeline.runtime.rank_plans import RankPlans, TrainingPlan
 
 
 def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
@@ -73,6 +73,7 @@ class ProgramExecutor:
     features: list[PassFeature] = wired(factory=list)
     embeds_on_every_rank: ClassVar[bool] = False
     _links: Mapping[int, P2PChannel] = internal(factory=dict)
+    _training: "dict[int, TrainingPlan]" = internal(factory=dict)  # by microbatch count
     # by sequence length: the context part on the CPU, where batches are cut, and on the device
     _parts: "dict[int, tuple[ContextPart, ContextPart]]" = internal(factory=dict)
 
@@ -115,7 +116,10 @@ class ProgramExecutor:
 
     def run_forward_and_backward(self, state: StepState) -> None:
         """Run the forward and backward passes for the state's batches, and write its losses."""
-        training = self._plans.plan_training(state.microbatches, self.stages)
+        # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
+        if state.microbatches not in self._training:
+            self._training[state.microbatches] = self._plans.plan_training(state.microbatches, self.stages)
+        training = self._training[state.microbatches]
         self.stages.cast_weights()
         inputs = self.prepare_inputs(state["batches"])
         runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)

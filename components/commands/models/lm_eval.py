@@ -63,9 +63,8 @@ class LmEvalCommand(CheckpointCommand):
                 raise UserError(f"--tasks: the data of a task can't be downloaded ({error}); {hint}") from error
         if self.to is not None:
             summary = {name: value for name, value in results.items() if name != "samples"}
-            # The harness puts functions into it, and NaN.
-            text = json.dumps({"step": run.step, **summary}, default=str)
-            plain = json.loads(text, parse_constant=lambda _name: None)
+            # The harness puts functions into it.
+            plain = json.loads(json.dumps({"step": run.step, **summary}, default=str))
             write_file(self.to, f"{dump_json(plain)}\n".encode())
         return LmEvalResult(self.run_folder, run.step, results["results"])
 

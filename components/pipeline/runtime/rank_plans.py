@@ -1,4 +1,4 @@
-"""This rank's actions for training steps and for forward passes, built once for every number of microbatches."""
+"""This rank's actions for training steps and for forward passes, by the number of microbatches."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -50,28 +50,21 @@ class RankPlans:
     features: Sequence[PassFeature]
     stage_to_rank: tuple[int, ...]
     lower: Callable[[Program], RankProgram]
-    _training: dict[int, TrainingPlan] = attrs.field(init=False, factory=dict)
     _forward: dict[tuple[Stages, int], list[Action]] = attrs.field(init=False, factory=dict)
     _offloads: "Offloads | None" = attrs.field(init=False, default=None)
 
     def plan_training(self, microbatches: int, stages: Stages) -> TrainingPlan:
-        """Return the plan for a step with this many microbatches; compared between ranks when it is built."""
-        # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
-        if microbatches not in self._training:
-            rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
-            program = build_program_with_neighbours(self.schedule, rank, ranks, microbatches)
-            check_ranks_agree_on_program(program, rank, self.mesh.pipeline_group)
-            for feature in self.features:
-                program = feature.change_program(program)
-            policies = dict(enumerate(program.recompute))
-            local = [
-                attrs.evolve(stage, recompute=policies.get(stage.index, stage.recompute)) for stage in stages.local
-            ]
-            actions = _insert_shard_actions(self.lower(program), local)
-            split = frozenset(action.stage for action in actions if action.op == "I")
-            features = [*self._list_offloading_features(program), *self.features]
-            self._training[microbatches] = TrainingPlan(actions, split, local, features)
-        return self._training[microbatches]
+        """Return the plan for a step with this many microbatches, and compare it between ranks."""
+        rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
+        program = build_program_with_neighbours(self.schedule, rank, ranks, microbatches)
+        check_ranks_agree_on_program(program, rank, self.mesh.pipeline_group)
+        for feature in self.features:
+            program = feature.change_program(program)
+        policies = dict(enumerate(program.recompute))
+        local = [attrs.evolve(stage, recompute=policies.get(stage.index, stage.recompute)) for stage in stages.local]
+        actions = _insert_shard_actions(self.lower(program), local)
+        split = frozenset(action.stage for action in actions if action.op == "I")
+        return TrainingPlan(actions, split, local, [*self._list_offloading_features(program), *self.features])
 
     def _list_offloading_features(self, program: Program) -> list[PassFeature]:
         """Return the feature for moves of activations; a program without any does not import it."""
@@ -84,7 +77,7 @@ class RankPlans:
         return [Offloading(self._offloads, program.offloaded)]
 
     def plan_forward(self, microbatches: int, stages: Stages) -> list[Action]:
-        """Return this rank's forward-only actions for this many microbatches."""
+        """Return this rank's forward-only actions for this many microbatches; built once."""
         if (stages, microbatches) not in self._forward:
             program = build_forward_only_program(self.stage_to_rank, microbatches)
             line = lower_to_rank_program(program, self.mesh.indices.pipeline)
