@@ -28,11 +28,8 @@ class _SignOfLife(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Call the function, unless the message is from this module."""
-        if record.module != log_module:
+        if record.module != "time_limits":  # its warning of a slow component shows no progress of the component
             self._call()
-
-
-log_module = "time_limits"  # its warning of a slow component does not show that the component makes progress
 
 
 @attrs.define(kw_only=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.garbage import pause_garbage_collection
-from drawloom.graph.problems import Position, Problem, did_you_mean
+from drawloom.graph.problems import Problem, did_you_mean
 from drawloom.graph.recipe.layers import EDIT, STARTED_IN, Layer, Leaf, Table
 
 FORMAT = 1
@@ -259,19 +259,16 @@ def _check_incomplete_table(name: str, item: Table, top: Table) -> Iterator[Prob
         near = did_you_mean(name, [key for key, table in top.items.items() if key != name and isinstance(table, Table)])
         hint = near if near.startswith("did") else 'a node needs a line like use = "data.loader"'
         text = "it has no `use`, and no extended recipe has a node of this name"
-        yield Problem("DL113", text, hint, name, _locate_table_or_first_value(item))
+        # The command line makes tables without a position of their own.
+        leaf = next((leaf for leaf in item.items.values() if isinstance(leaf, Leaf)), None)
+        position = item.position if item.layer.text is not None or leaf is None else leaf.position
+        yield Problem("DL113", text, hint, name, position)
         return
     for key, member in item.items.items():
         if not (isinstance(member, Table) and "use" in member.items):
             text = f"{key!r} is not a node, but the other members of this group are"
             position = member.key_position if isinstance(member, Leaf) else member.position
             yield Problem("DL114", text, f'write [{name}.{key}] with a line use = "..."', name, position)
-
-
-def _locate_table_or_first_value(item: Table) -> Position:
-    """Return the table's position, or its first value's position if the command line made the table."""
-    leaf = next((leaf for leaf in item.items.values() if isinstance(leaf, Leaf)), None)
-    return item.position if item.layer.text is not None or leaf is None else leaf.position
 
 
 def _check_unused_variables(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterator[Problem]:
