@@ -1,6 +1,6 @@
 """Data loader: deterministic batches whose order depends only on the seed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import count
 from typing import TYPE_CHECKING
@@ -236,7 +236,7 @@ class Loader:
         """Return the position where a step begins."""
         return self.batching.first_row_position(step) + self._offset
 
-    def _build_stream(self, segments: "Sequence[Segment]") -> None:
+    def _build_stream(self, segments: "list[Segment]") -> None:
         """Build `_rows` from earlier segments; the sources' shares may change with the next step."""
         from drawloom.components.data.order.stream import build_row_stream  # a check needs the settings alone
 

@@ -186,7 +186,7 @@ class RowStream:
 
 
 def build_row_stream(
-    rows: PackedDataset, order: RowOrder, segments: Sequence[Segment], next_step: int, position: int
+    rows: PackedDataset, order: RowOrder, segments: list[Segment], next_step: int, position: int
 ) -> RowStream:
     """Return the stream of earlier segments; another begins at `next_step`'s position if the shares have changed."""
     sources = {source.name: source for source in list_row_sources(rows)}
