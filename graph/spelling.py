@@ -1,4 +1,4 @@
-"""The known name that is most like a misspelt one."""
+"""The known name nearest to a misspelt one."""
 
 import difflib
 from collections.abc import Iterable

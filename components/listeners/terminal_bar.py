@@ -1,4 +1,4 @@
-"""The bar that `listeners.progress` shows on a terminal."""
+"""The terminal's bar for `listeners.progress`."""
 
 import logging
 from collections.abc import Callable
@@ -14,7 +14,7 @@ ORDER = ("loss", "validation_loss", "lr", "memory", "speed")
 
 
 class TerminalBar:
-    """Bar that starts at a step, in place of the step lines on the terminal."""
+    """Bar in place of the step lines on a terminal, from its first step on."""
 
     def __init__(self, console: Console, first: Step, device: Device, clock: Callable[[], float]) -> None:
         self._device, self._clock = device, clock

@@ -1,4 +1,4 @@
-"""Time limits for the parts of a run, and the messages with its present step and phase."""
+"""Time limits for a run's parts, and messages with the present step and phase."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ class _SignOfLife(logging.Handler):
 
 @attrs.define(kw_only=True, eq=False)
 class TimeLimits:
-    """Limits in seconds for the parts of a run, which collectives, the watchdog and the guard enforce."""
+    """Limits in seconds for a run's parts; collectives, the watchdog and the guard enforce them."""
 
     processes: Processes
     folder: RunFolder
@@ -87,7 +87,7 @@ class TimeLimits:
         self._limit_watchdog_and_guard(self.opening, warn_after_seconds=min(self.opening / 2, SLOW_OPENING))
 
     def limit_next_part(self, event: Event) -> None:
-        """Set the time limit for the part of the run that begins with an event."""
+        """Set the time limit for the run's next part, which begins with this event."""
         try:
             # Note the event's step and phase for messages, also for other ranks' diagnosis
             if event.step is not None:

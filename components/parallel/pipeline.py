@@ -1,4 +1,4 @@
-"""Pipeline parallelism: parameters on several ranks, and conflicts of schedule and layers."""
+"""Pipeline parallelism: parameters on several ranks, and conflicts between schedule and layers."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set

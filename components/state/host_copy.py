@@ -1,4 +1,4 @@
-"""Copies of tensors to the host that do not block it."""
+"""Asynchronous copies to the host."""
 
 from collections.abc import Mapping
 

@@ -188,7 +188,7 @@ class RowStream:
 def build_row_stream(
     rows: PackedDataset, order: RowOrder, segments: list[Segment], next_step: int, position: int
 ) -> RowStream:
-    """Return the stream of earlier segments; another begins at `next_step`'s position if the shares have changed."""
+    """Return the earlier segments' stream; another begins at `next_step`'s position if the shares have changed."""
     sources = {source.name: source for source in list_row_sources(rows)}
     shares = convert_token_weights_to_shares([*sources.values()])
     if segments and segments[-1].shares != shares:
