@@ -274,8 +274,14 @@ class Saves:
         return commit.CommitProtocol(self.group, ShardPlan.compare_across_ranks(self.states, self.world), self.recipe)
 
     def _commit_and_remove_expired(self, checkpoint: Path, snapshot: Snapshot) -> None:
-        """Write and commit a snapshot, and remove expired checkpoints."""
-        self._flush_logs()
+        """Flush logs, write and commit a snapshot, and remove expired checkpoints."""
+        # Dependencies are last: a report hands a waiting step to its trackers, and they are records, too.
+        for name, record in reversed([*self.records.items()]):
+            try:
+                record.flush()  # before the commit, so a checkpoint does not silently outlive its logs
+            except OSError as error:
+                text = error.strerror or str(error)
+                log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)
         self._commit_protocol_over_ranks.save(checkpoint, snapshot)
         if self.group.rank == 0:
             run_log.info("checkpoint saved: %s", checkpoint)
@@ -284,13 +290,3 @@ class Saves:
                 commit.remove_checkpoints(self.retention.verify_and_select_expired(self.folder, checkpoint))
             except OSError as error:  # the new checkpoint is committed, and the next save tries again
                 log.warning("expired checkpoints in %s could not be removed: %s", self.folder, error)
-
-    def _flush_logs(self) -> None:
-        """Flush metric logs before the commit, so a checkpoint does not silently outlive its logs."""
-        # Dependencies are last: a report hands a waiting step to its trackers, and they are records, too.
-        for name, record in reversed([*self.records.items()]):
-            try:
-                record.flush()
-            except OSError as error:
-                text = error.strerror or str(error)
-                log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)

@@ -8,7 +8,7 @@ from typing import Any
 
 from drawloom import UserError
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.graph.cli.result import dump_json_line
+from drawloom.graph.cli.json_text import dump_json_line
 
 
 def check_writable_file(path: Path) -> str | None:

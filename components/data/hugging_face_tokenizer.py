@@ -88,7 +88,9 @@ def describe_difference_from_transformers_ids(folder: Path, tokenizer: Tokenizer
             auto_tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises many kinds: a missing package, an unexpected value
         return f"transformers can't read it ({type(error).__name__}: {error})"
-    for text in (*SAMPLES, _sample_vocabulary_text(tokenizer)):
+    # Evenly spread tokens of the vocabulary are words in the corpus's language.
+    sampled = range(0, tokenizer.vocab_size, max(1, tokenizer.vocab_size // VOCABULARY_SAMPLES))
+    for text in (*SAMPLES, " ".join(tokenizer.decode([token_id]).strip() for token_id in sampled)):
         document = complete_document(tokenizer, tokenizer.encode(text)).tolist()
         other_ids = auto_tokenizer.encode(text)
         our_ids = document[: max(len(other_ids), len(document) - 1 - len(tokenizer.suffix_ids))]
@@ -96,12 +98,6 @@ def describe_difference_from_transformers_ids(folder: Path, tokenizer: Tokenizer
             name = f"transformers reads it as {type(auto_tokenizer).__name__}"
             return f"{name}, which gives other ids: {_describe_first_differing_id(text, tokenizer, our_ids, other_ids)}"
     return ""
-
-
-def _sample_vocabulary_text(tokenizer: Tokenizer) -> str:
-    """Return evenly spread vocabulary tokens as text, joined by spaces: words in the corpus's language."""
-    step = max(1, tokenizer.vocab_size // VOCABULARY_SAMPLES)
-    return " ".join(tokenizer.decode([token_id]).strip() for token_id in range(0, tokenizer.vocab_size, step))
 
 
 def _describe_first_differing_id(text: str, tokenizer: Tokenizer, our_ids: list[int], other_ids: list[int]) -> str:
@@ -302,7 +298,9 @@ class HuggingFaceTokenizer:
         """
         table = np.zeros(self.vocab_size, np.int64)
         added = self._tokenizer.get_added_tokens_decoder()
-        is_byte_level = _is_byte_level(self._tokenizer)
+        # A byte-level decoder or pre-tokenizer spells tokens in GPT-2's byte alphabet.
+        parts = [part for part in (self._tokenizer.decoder, self._tokenizer.pre_tokenizer) if part is not None]
+        is_byte_level = any(b'"ByteLevel"' in part.__getstate__() for part in parts)
         for token, token_id in self._tokenizer.get_vocab().items():
             if token_id in added:
                 table[token_id] = 0 if added[token_id].special else len(added[token_id].content.encode())
@@ -400,12 +398,6 @@ def read_eos_ids(path: Path) -> set[int]:
     text_config = config.get("text_config")
     ids = config.get("eos_token_id", text_config.get("eos_token_id") if isinstance(text_config, dict) else None)
     return {end for end in (ids if isinstance(ids, list) else [ids]) if type(end) is int and end >= 0}
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    """Return whether tokens are spelled in GPT-2's byte alphabet, according to decoder or pre-tokenizer."""
-    parts = (tokenizer.decoder, tokenizer.pre_tokenizer)
-    return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
 
 def _count_sentencepiece_bytes(token: str) -> int:

@@ -1,6 +1,5 @@
 """Data loader: deterministic batches whose order depends only on the seed."""
 
-import logging
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import count
@@ -58,8 +57,6 @@ def split_long_documents(batch: TokenBatch, max_length: int) -> TokenBatch:
     return batch.evolve(positions=positions, document_ids=torch.cumsum(positions == 0, dim=1) - 1)
 
 
-log = logging.getLogger("drawloom.data")
-
 MAX_HASHED_ROWS = 64
 """An order is recognized by its first rows."""
 
@@ -110,7 +107,7 @@ class Loader:
                     f"rows: no training document fits into a row of {self.rows.length} tokens; raise `length`"
                 )
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
-        self._build_stream_from_share_segments([])
+        self._build_stream([])
         if self.workers:
             from drawloom.components.data.workers import Workers
 
@@ -221,7 +218,7 @@ class Loader:
         self._step, self._stream = step, None
         self._offset = position - self.batching.first_row_position(step + 1)
         segments = [Segment(int(start), shares) for start, shares in state.get("shares", {}).items()]
-        self._build_stream_from_share_segments(segments)
+        self._build_stream(segments)
         # new shares hold from the next step on, and may be within the first rows
         earlier = RowStream(self._rows.sources, self.order, segments) if segments else self._rows
         has_old_rows = state.get("first_rows", digest := self._compute_first_rows_digest(earlier)) == digest
@@ -239,25 +236,12 @@ class Loader:
         """Return the position where a step begins."""
         return self.batching.first_row_position(step) + self._offset
 
-    def _build_stream_from_share_segments(self, segments: "list[Segment]") -> None:
-        """Build `_rows` from earlier segments, plus one from the next step on if the source shares have changed."""
-        from drawloom.components.data.order.stream import (  # a check needs the settings alone
-            RowStream,
-            Segment,
-            convert_token_weights_to_shares,
-            list_row_sources,
-        )
+    def _build_stream(self, segments: "list[Segment]") -> None:
+        """Build `_rows` from earlier segments; the sources' shares may change with the next step."""
+        from drawloom.components.data.order.stream import build_row_stream  # a check needs the settings alone
 
-        sources = {source.name: source for source in list_row_sources(self.rows)}
-        shares = convert_token_weights_to_shares([*sources.values()])
-        if segments and segments[-1].shares != shares:
-            log.warning(
-                "from step %d on, the shares of the mixture's sources differ from the earlier steps'", self._step + 1
-            )
-            position = self._compute_start_position(self._step + 1)
-            segments = [*(segment for segment in segments if segment.start < position), Segment(position, shares)]
         self._first_rows = ""
-        self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
+        self._rows = build_row_stream(self.rows, self.order, segments, self._step + 1, self.next_row_position)
 
     def _iterate_batches_from(self, step: int) -> Iterator[Batch]:
         """Return an endless iterator over microbatches, beginning with a step."""

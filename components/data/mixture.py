@@ -63,17 +63,11 @@ class Mixture:
             sources = []
             for name, corpus in self.sources.items():
                 documents = corpus.documents(split)
-                tokens = float(documents.lengths.sum(dtype=np.int64))
-                sources.append(DocumentSource(name, documents, self._compute_source_weight(name, tokens)))
+                tokens = self.epochs.get(name, 1.0) * float(documents.lengths.sum(dtype=np.int64))
+                weight: float = self.weights[name] if self.weights else tokens ** (1 / self.temperature)
+                sources.append(DocumentSource(name, documents, weight))
             self._mixed[split] = MixedDocuments(tuple(sources))
         return self._mixed[split]
-
-    def _compute_source_weight(self, name: str, token_count: float) -> float:
-        """Return a source's weight: the setting, or (epochs * tokens) ** (1 / temperature)."""
-        if self.weights:
-            return self.weights[name]
-        weight: float = (self.epochs.get(name, 1.0) * token_count) ** (1 / self.temperature)
-        return weight
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:

@@ -12,7 +12,6 @@ from drawloom import component
 from drawloom.components.data.chat.corpus import ChatCorpus
 from drawloom.components.data.chat.encode import Encoded, encode_prompt_with_answers
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import Message
 
 MARGIN = "margin"
 """Key of a line: how much better the chosen answer is, which the reward of a model is to exceed (`loss.reward`)."""
@@ -45,7 +44,7 @@ class Preferences(ChatCorpus):
         prompt = row.get("prompt")
         answers: Any = [row.get("chosen"), row.get("rejected")]
         if prompt in (None, []) and all(isinstance(answer, list) for answer in answers):
-            shared = len([*takewhile(_are_messages_equal, zip(*answers, strict=False))])
+            shared = len([*takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))])
             prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
         sides = encode_prompt_with_answers(self.tokenizer, template, row, prompt, answers, FORMS)
         return _make_weighted_pair(sides, row)
@@ -67,10 +66,6 @@ def select_prompt_ids(row: Mapping[str, Any], documents: Sequence[Encoded]) -> n
 def find_answer_start(document: Encoded) -> int:
     """Return the index of the first trained token, at least 1, because nothing predicts the first token."""
     return 1 + int(np.argmax(document.weights[1:] > 0))
-
-
-def _are_messages_equal(pair: tuple[Message, Message]) -> bool:
-    return pair[0] == pair[1]
 
 
 def _make_weighted_pair(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encoded]:

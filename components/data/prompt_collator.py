@@ -61,15 +61,12 @@ class PromptCollator(PromptRenderer):
             if len(ids):
                 ids = complete_prompt(self.tokenizer, ids)
         elif isinstance(prompt, list):
-            ids = self._encode_prompt_messages(prompt, example.get("tools") or self._tool_schemas)
+            if not isinstance(self.tokenizer, ChatTokenizer):
+                raise ValueError("its prompt has messages, and the tokenizer has no chat template; write a text")
+            template, tools = self.get_or_create_chat_template(self.tokenizer), example.get("tools")
+            ids = encode_prompt_messages(self.tokenizer, template, prompt, tools or self._tool_schemas)
         else:
             raise ValueError(f"it has {', '.join(example) or 'no keys'}; write a prompt, a text or a list of messages")
         if not len(ids):
             raise ValueError("its prompt is empty; write at least one token")
         return ids
-
-    def _encode_prompt_messages(self, messages: list[Any], tools: Any) -> np.ndarray:
-        """Render messages up to the answer's beginning, and encode the text, int32 (tokens,)."""
-        if not isinstance(self.tokenizer, ChatTokenizer):
-            raise ValueError("its prompt has messages, and the tokenizer has no chat template; write a text")
-        return encode_prompt_messages(self.tokenizer, self.get_or_create_chat_template(self.tokenizer), messages, tools)

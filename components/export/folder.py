@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from drawloom import NodeView, Problem
-from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.graph import component_base_class
 from drawloom.ports import (
     AveragedWeights,
@@ -42,6 +41,7 @@ class FolderExport(ABC):
     def has_result_of_step(self, step: int) -> bool:
         """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
         # imported here, as the rest of an export: a check and the training itself need none of it
+        from drawloom.components.distributed.rank_errors import run_on_rank0
         from drawloom.components.export.hf_writer import read_exported_step
 
         return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._target) == step))
@@ -50,6 +50,7 @@ class FolderExport(ABC):
         """Write the folder; every rank adds its own tensors. A collective over all ranks."""
         if self.has_result_of_step(step):
             return
+        from drawloom.components.distributed.rank_errors import run_on_rank0
         from drawloom.components.storage.temp_folders import remove_folder_atomically
 
         # it may have the export of an earlier step

@@ -189,7 +189,10 @@ def _plan_contents(
     """Plan an export of a model after `merged`, with the loss's head or layers, and a tokenizer's ids."""
     config = {**model.hugging_face_config(), **ids} if origin is None else origin.config
     mapper = sequential(merged, model.hugging_face_mapper())
-    _add_end_of_training(config, ids)
+    if (end := ids["eos_token_id"]) is not None:
+        # training's end id belongs to the parts of the config with such ids
+        for part in [part for part in list_config_and_text_config(config) if "eos_token_id" in part] or [config]:
+            add_end_ids(part, [end])
     if isinstance(loss, Scorer):
         config = make_sequence_classifier_config(config, loss)
         config["pad_token_id"] = _choose_padding_id(config, ids)
@@ -209,14 +212,6 @@ def _plan_contents(
 
 def _is_tied(model: LanguageModel) -> bool:
     return bool(model.hugging_face_config().get("tie_word_embeddings"))
-
-
-def _add_end_of_training(config: ConfigJson, ids: Mapping[str, int | None]) -> None:
-    """Add training's end id to a config, or to its parts with such ids."""
-    parts = [part for part in list_config_and_text_config(config) if "eos_token_id" in part] or [config]
-    if (end := ids["eos_token_id"]) is not None:
-        for part in parts:
-            add_end_ids(part, [end])
 
 
 def _choose_padding_id(config: Settings, ids: Mapping[str, int | None]) -> int | None:

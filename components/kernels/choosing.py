@@ -8,7 +8,6 @@ import attrs
 import torch
 
 from drawloom import UserError
-from drawloom.kernels.availability import why_no_triton
 
 KERNELS = "drawloom.kernels"
 
@@ -122,7 +121,11 @@ def find_unavailable_reason(implementation: str, device: torch.device) -> str:
     """Return why an implementation can't run on a device, or an empty string if it can."""
     if implementation in GPU and device.type == "cpu":
         return "its backward pass runs on GPUs, and the device is the CPU"
-    return why_no_triton(device) if implementation in TRITON else ""
+    if implementation not in TRITON:
+        return ""
+    from drawloom.kernels.availability import why_no_triton  # a check on a CPU need not know
+
+    return why_no_triton(device)
 
 
 def load_implementation(operation: str, implementation: str) -> Any:

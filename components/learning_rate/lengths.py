@@ -9,8 +9,6 @@ import attrs
 from drawloom import Problem
 from drawloom.ports import Batching, PackedDataset
 
-UNITS = ("steps", "tokens", "percent")
-
 
 def convert_length_to_steps(
     steps: int | None, tokens: int | None, percent: float | None, total: int, sizes: "TokenCounts", *, at_end: bool
@@ -56,22 +54,6 @@ def create_token_counts_unless_ramped(node: Any) -> TokenCounts | None:
         return None
     size, length = batch.settings.get("global_size"), rows.settings.get("length")
     return TokenCounts(lambda steps: steps * size * length) if size and length else None
-
-
-def convert_length_setting_to_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:
-    """Return a length in steps from a node's settings; 0 for tokens whose step is known only in the run."""
-    steps, tokens, percent = (node.settings[f"{name}_{unit}"] for unit in UNITS)
-    sizes = create_token_counts_unless_ramped(node)
-    if sizes is None and tokens is not None:
-        return 0
-    return convert_length_to_steps(
-        steps, tokens, percent, total, sizes or create_token_counts(None, None), at_end=at_end
-    )
-
-
-def find_length_key(node: Any, name: str) -> str:
-    """Return the key under which a length is set, such as `warmup_steps` for "warmup"."""
-    return next(key for unit in UNITS if node.settings[key := f"{name}_{unit}"] is not None)
 
 
 def report_missing_batch_or_rows_edge(node: Any, key: Any, text: str) -> Iterator[Problem]:

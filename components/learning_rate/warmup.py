@@ -7,16 +7,17 @@ from typing import Any
 from drawloom import Problem, at_least, between, setting
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
-    convert_length_setting_to_steps,
     convert_length_to_steps,
     create_token_counts,
-    find_length_key,
+    create_token_counts_unless_ramped,
     report_missing_batch_or_rows_edge,
 )
 from drawloom.graph import component_base_class
 from drawloom.ports import Batching, PackedDataset, Step
 
 LENGTHS = ("warmup", "decay")
+
+UNITS = ("steps", "tokens", "percent")
 
 SHORTEN = "make it shorter, for example {name}_percent = 10.0, or raise `steps` of the trainer"
 
@@ -90,13 +91,13 @@ class AfterWarmup:
     def check_total_steps(cls, node: Any, total: int) -> Iterator[Problem]:
         """Report a warm-up longer than the run, and a decay longer than the rest of the run."""
         names = [name for name in LENGTHS if f"{name}_steps" in node.settings]
-        steps = {name: convert_length_setting_to_steps(node, name, total, at_end=name == "decay") for name in names}
+        steps = {name: _convert_setting_to_steps(node, name, total, at_end=name == "decay") for name in names}
         if steps["warmup"] > total:
             text = f"the warm-up takes {steps['warmup']} steps, and the run has {total}"
-            yield node.problem(find_length_key(node, "warmup"), text, SHORTEN.format(name="warmup"))
+            yield node.problem(_find_length_key(node, "warmup"), text, SHORTEN.format(name="warmup"))
         elif sum(steps.values()) > total:
             text = f"the warm-up takes {steps['warmup']} steps and the decay {steps['decay']}, and the run has {total}"
-            yield node.problem(find_length_key(node, "decay"), text, SHORTEN.format(name="decay"))
+            yield node.problem(_find_length_key(node, "decay"), text, SHORTEN.format(name="decay"))
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
@@ -104,3 +105,19 @@ class AfterWarmup:
         for name in LENGTHS:
             if node.settings.get(key := f"{name}_tokens") is not None:
                 yield from report_missing_batch_or_rows_edge(node, key, key)
+
+
+def _convert_setting_to_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:
+    """Return a length in steps from a node's settings; 0 for tokens whose step is known only in the run."""
+    steps, tokens, percent = (node.settings[f"{name}_{unit}"] for unit in UNITS)
+    sizes = create_token_counts_unless_ramped(node)
+    if sizes is None and tokens is not None:
+        return 0
+    return convert_length_to_steps(
+        steps, tokens, percent, total, sizes or create_token_counts(None, None), at_end=at_end
+    )
+
+
+def _find_length_key(node: Any, name: str) -> str:
+    """Return the key under which a length is set, such as `warmup_steps` for "warmup"."""
+    return next(key for unit in UNITS if node.settings[key := f"{name}_{unit}"] is not None)

@@ -6,7 +6,6 @@ from typing import ClassVar
 import attrs
 
 from drawloom import Every, UserError, component
-from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.ports import (
     Batching,
     Device,
@@ -46,8 +45,10 @@ class MemoryReport:
 
     def preview(self) -> str:
         """Return one line with the total first, then every kind."""
-        sizes = sum_memory_by_kind(self.users.values())
-        parts = [f"{readable_memory_kind(kind)} {format_decimal_byte_size(size)}" for kind, size in sizes.items()]
+        from drawloom.components.storage.byte_size import format_decimal_byte_size
+
+        sizes = self._list_sizes()
+        parts = [f"{kind} {format_decimal_byte_size(size)}" for kind, size in sizes.items()]
         return "  ".join([f"memory  {format_decimal_byte_size(sum(sizes.values()))}", *parts])
 
     def on_event(self, event: Event) -> None:
@@ -57,28 +58,17 @@ class MemoryReport:
 
     def on_failure(self, error: BaseException) -> BaseException | None:
         """Return a UserError in place of a failed allocation's error."""
-        from drawloom.components.listeners.out_of_memory import (
-            describe_failed_allocation,
-            is_out_of_memory,
-            list_memory_saving_settings,
-        )
+        from drawloom.components.listeners.out_of_memory import describe_out_of_memory, is_out_of_memory
 
         if not is_out_of_memory(error):
             return None
         peak = self.device.get_peak_memory_so_far()
-        sizes = {
-            readable_memory_kind(kind): size for kind, size in sum_memory_by_kind(self.users.values(), peak).items()
+        return UserError(describe_out_of_memory(error, {**self._list_sizes(peak), "peak so far": peak}, self))
+
+    def _list_sizes(self, peak: int | None = None) -> dict[str, int]:
+        """Return bytes by kind in words, with the activations if the peak is known."""
+        sizes = sum_memory_by_kind(self.users.values(), peak)
+        return {
+            "activations and workspace" if kind == "workspace" else kind.replace("_", " "): size
+            for kind, size in sizes.items()
         }
-        table = [
-            f"  {kind:25}  {format_decimal_byte_size(size):>12}"
-            for kind, size in [*sizes.items(), ("peak so far", peak)]
-        ]
-        remedies = [f"  {remedy}" for remedy in list_memory_saving_settings(self)]
-        allocation = describe_failed_allocation(error)
-        lines = [f"{self.device.device} is out of memory: {allocation}", *table, "what would help:", *remedies]
-        return UserError("\n".join(lines))
-
-
-def readable_memory_kind(kind: str) -> str:
-    """Return the words for a kind of memory."""
-    return "activations and workspace" if kind == "workspace" else kind.replace("_", " ")

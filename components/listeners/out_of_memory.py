@@ -1,7 +1,7 @@
 """Failed allocations: how they are recognized, and the settings that would help."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def describe_failed_allocation(error: BaseException) -> str:
+def describe_out_of_memory(error: BaseException, sizes: Mapping[str, int], report: Any) -> str:
+    """Return the failed allocation, sizes in memory, and helpful settings of `report`, a MemoryReport."""
+    table = [f"  {kind:25}  {format_decimal_byte_size(size):>12}" for kind, size in sizes.items()]
+    remedies = [f"  {remedy}" for remedy in _list_memory_saving_settings(report)]
+    allocation = f"{report.device.device} is out of memory: {_describe_failed_allocation(error)}"
+    return "\n".join([allocation, *table, "what would help:", *remedies])
+
+
+def _describe_failed_allocation(error: BaseException) -> str:
     """Return the failed allocation's size, and the pipeline's note on where it failed, if there is one."""
     match = ALLOCATION.search(str(error))
     text = "an allocation failed" if match is None else f"{_format_allocation_size(match[1])} could not be allocated"
@@ -35,8 +43,8 @@ def _format_allocation_size(amount: str) -> str:
     return format_decimal_byte_size(int(number)) if unit == "bytes" else amount
 
 
-def list_memory_saving_settings(report: Any) -> Iterator[str]:
-    """Yield settings that reduce memory, with their present values; `report` is a MemoryReport, which imports this."""
+def _list_memory_saving_settings(report: Any) -> Iterator[str]:
+    """Yield settings that reduce memory, with their present values."""
     for node, batching in report.batching.items():
         if batching.micro_size > 1:
             yield f"{node}.micro_size = {batching.micro_size}: with fewer rows, activations take less"

@@ -196,7 +196,7 @@ def _plan_matrix_shares(slices_by_rank: Sequence[Mapping[str, TensorSlice]]) -> 
     first_rank = slices_by_rank[0]
     for name in sorted(first_rank, key=lambda name: (-_estimate_multiplications(first_rank[name].shape), name)):
         slices = [rank_slices[name] for rank_slices in slices_by_rank]
-        if _are_stacks_of_whole_matrices(slices):
+        if len(slices[0].shape) > 2 and all(part.size[-2:] == part.shape[-2:] for part in slices):  # whole matrices
             regions = list(_assign_regions_to_owners(slices))
         else:
             regions = [(TensorSlice.whole(slices[0].shape), min(range(len(work)), key=work.__getitem__))]
@@ -208,10 +208,6 @@ def _plan_matrix_shares(slices_by_rank: Sequence[Mapping[str, TensorSlice]]) -> 
 def _estimate_multiplications(shape: Sequence[int]) -> int:
     """Return roughly an iteration's number of multiplications."""
     return prod(shape) * min(shape[-2:])
-
-
-def _are_stacks_of_whole_matrices(slices: Sequence[TensorSlice]) -> bool:
-    return len(slices[0].shape) > 2 and all(part.size[-2:] == part.shape[-2:] for part in slices)
 
 
 def _assign_regions_to_owners(slices: Sequence[TensorSlice]) -> Iterator[tuple[TensorSlice, int]]:

@@ -101,16 +101,11 @@ def cut_ranges_by_state_bytes(number: int, param: ParamState, size: int) -> Iter
     step = max((size - ALIGNMENT * len(state)) // unit_bytes, 1) * unit if count else 1
     for start in range(0, count, step):
         stop = min(start + step, count)
-        yield Range(
-            number, start, stop, {name: _slice_flat_state(tensor, start, stop, count) for name, tensor in state.items()}
-        )
-
-
-def _slice_flat_state(tensor: Tensor, start: int, stop: int, count: int) -> Tensor:
-    """
-    Return the slice of a flat state tensor, such as scales, for a weight's elements `start` to `stop` out of `count`.
-    """
-    return tensor[start * len(tensor) // count : stop * len(tensor) // count]
+        # A flat state tensor, such as scales, may have fewer elements than the weight.
+        parts = {
+            name: tensor[start * len(tensor) // count : stop * len(tensor) // count] for name, tensor in state.items()
+        }
+        yield Range(number, start, stop, parts)
 
 
 @attrs.frozen(eq=False)

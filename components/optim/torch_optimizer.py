@@ -17,7 +17,6 @@ from drawloom.components.optim.parameter_groups import (
     warn_unmatched_patterns,
 )
 from drawloom.graph import component_base_class
-from drawloom.kernels.availability import why_no_triton
 from drawloom.ports import Mesh, NodeState, Parameters, Step, TensorSlice
 
 if TYPE_CHECKING:
@@ -47,6 +46,8 @@ def create_fastest_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> to
 
 
 def _fits_triton(parameter: nn.Parameter) -> bool:
+    from drawloom.kernels.availability import why_no_triton
+
     has_triton = parameter.is_cuda and not why_no_triton(parameter.device)
     return has_triton and parameter.dtype in TRITON_DTYPES and parameter.is_contiguous()
 

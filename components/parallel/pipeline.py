@@ -1,8 +1,7 @@
-"""Pipeline parallelism: the partition of layers over ranks, and parameters on several ranks."""
+"""Pipeline parallelism: parameters on several ranks, and conflicts between schedule and layers."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Set
 from typing import ClassVar
 
 import attrs
@@ -11,7 +10,7 @@ from torch import nn
 from drawloom import NodeView, Problem, UserError, internal
 from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.graph.lifecycle import Constrained
-from drawloom.ports import LayerRange, OuterLayersSchedule, PartitioningSchedule, PerDimension, Schedule, StageNodes
+from drawloom.ports import OuterLayersSchedule, PartitioningSchedule, PerDimension, Schedule, StageNodes
 
 
 @attrs.define(eq=False)
@@ -87,44 +86,3 @@ def _describe_too_few_layers(layers: int, ranks: int, per_rank: int, model: str)
     fewer = f"write pipeline = {layers // per_rank} or less, or " if layers >= per_rank else ""
     text = f"{layers} layers can't be split over {ranks} ranks with {per_rank} stage{'s' * (per_rank > 1)} on each"
     return text, f"{fewer}write num_hidden_layers = {stages} or more in [{model}]"
-
-
-def partition_layers(layers: int, stages: int, embedding_cost: int = 0, head_cost: int = 0) -> list[LayerRange]:
-    """
-    Divide layers over stages as evenly as possible; a remainder goes to the earlier stages.
-
-    Both costs are in layers: the first and the last stage get so many layers less, but at least one. Raises ValueError
-    for fewer layers than stages.
-    """
-    if layers < stages:
-        raise ValueError(f"{layers} layers over {stages} stages leave a stage without a layer")
-    costs = [1] * stages
-    costs[0] += embedding_cost
-    costs[-1] += head_cost
-    sizes = [1] * stages
-    # Each further layer goes to the cheapest stage so far, the first one if several cost the same.
-    for _ in range(layers - stages):
-        cheapest = costs.index(min(costs))
-        costs[cheapest] += 1
-        sizes[cheapest] += 1
-    return build_layer_ranges(sizes)
-
-
-def build_layer_ranges(sizes: Sequence[int]) -> list[LayerRange]:
-    """Return stages with these layer counts; the first has the embedding and the last the head."""
-    ends, last = accumulate(sizes), len(sizes) - 1
-    return [
-        LayerRange(end - size, end, embedding=stage == 0, head=stage == last)
-        for stage, (size, end) in enumerate(zip(sizes, ends, strict=True))
-    ]
-
-
-def split_off_embedding_and_head(spans: Sequence[LayerRange], layers: int) -> list[LayerRange]:
-    """
-    Return the same spans without embedding and head, between the embedding's span and the head's span.
-
-    The head's span also has the model's `layers` after the other spans.
-    """
-    inner = [attrs.evolve(span, embedding=False, head=False) for span in spans]
-    head = LayerRange(spans[-1].last, layers, embedding=False, head=True)
-    return [LayerRange(0, 0, embedding=True, head=False), *inner, head]

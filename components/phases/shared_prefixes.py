@@ -39,17 +39,14 @@ class SharedPrefixes:
         """Add a tree to every microbatch."""
         scored: list[Scored] = step.state["rollouts"]
         batches: list[PolicyBatch] = step.state["batches"]
-        groups = [_merge_beginnings(batch, part) for batch, part in zip(batches, scored, strict=True)]
-        longest = torch.tensor(max(part.measure_longest_tree() for part in groups))
+        groups = []
+        for batch, part in zip(batches, scored, strict=True):
+            routes = part.completions.routes
+            values = [batch.tokens] if routes is None else [batch.tokens, routes]
+            groups.append(PrefixGroups.merge(values, batch.weights > 0, part.group_size))
+        longest = torch.tensor(max(group.measure_longest_tree() for group in groups))
         self.mesh.data_group.max(longest)
         width = round_width_up(int(longest))
         step.state["batches"] = [
-            batch.evolve(tree=part.create_tree(width)) for batch, part in zip(batches, groups, strict=True)
+            batch.evolve(tree=group.create_tree(width)) for batch, group in zip(batches, groups, strict=True)
         ]
-
-
-def _merge_beginnings(batch: PolicyBatch, scored: Scored) -> PrefixGroups:
-    """Merge the common beginnings in a microbatch's groups."""
-    routes = scored.completions.routes
-    values = [batch.tokens] if routes is None else [batch.tokens, routes]
-    return PrefixGroups.merge(values, batch.weights > 0, scored.group_size)

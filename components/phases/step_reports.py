@@ -21,7 +21,6 @@ from drawloom.ports import (
     Step,
     Tracker,
     Value,
-    split_by_context,
 )
 
 OPS = ("sum", "max", "min")
@@ -119,8 +118,13 @@ def _split_accumulators(metrics: Sequence[Metric], reduce_op: str, packed: Tenso
 def send_measurements(tracker: Tracker, step: int, measurements: Measurements) -> None:
     """Send a step's values to a tracker, by context and with histograms if it accepts them."""
     if isinstance(tracker, ContextTracker):
-        for context, values in split_by_context(measurements.values):
-            tracker.track_in_context(step, values, context)
+        contexts: dict[str, dict[str, Value]] = {"train": {}, "validation": {}}
+        for name, value in measurements.values.items():
+            bare = name.removeprefix("validation_")
+            contexts["train" if bare == name else "validation"][bare] = value
+        for phase, values in contexts.items():
+            if values:
+                tracker.track_in_context(step, values, {"phase": phase})
     else:
         tracker.track(step, measurements.values)
     if measurements.distributions and isinstance(tracker, DistributionTracker):

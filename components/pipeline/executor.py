@@ -11,7 +11,6 @@ from torch import Tensor
 
 from drawloom import NodeView, Problem, component, internal, wired
 from drawloom.components.parallel.pipeline import find_layer_conflicts
-from drawloom.components.pipeline.program.builders import build_forward_only_program, build_program_with_neighbours
 from drawloom.kernels.recompute.marks import mark_as_recomputation
 from drawloom.ports import (
     LOSSES,
@@ -43,25 +42,13 @@ from drawloom.ports import (
     StepState,
     check_exclusions,
     embeds_on_every_rank,
-    iterate_actions,
     uses_preference_pairs,
 )
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.context_part import ContextPart
     from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
-
-
-@attrs.frozen
-class _Training:
-    """
-    Plan for a training step: this rank's actions, its stages, the stages with a split backward pass, and the features.
-    """
-
-    actions: list[Action]
-    split: frozenset[int]
-    stages: list[Stage]
-    features: list[PassFeature]
+    from drawloom.components.pipeline.runtime.rank_plans import RankPlans, TrainingPlan
 
 
 def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
@@ -86,13 +73,9 @@ class ProgramExecutor:
     features: list[PassFeature] = wired(factory=list)
     embeds_on_every_rank: ClassVar[bool] = False
     _links: Mapping[int, P2PChannel] = internal(factory=dict)
-    _training: dict[int, _Training] = internal(factory=dict)
-    # forward actions by another model's stages, or None for the trained model's, and by microbatch count
-    _forward: dict[tuple[Stages | None, int], list[Action]] = internal(factory=dict)
+    _training: "dict[int, TrainingPlan]" = internal(factory=dict)  # by microbatch count
     # by sequence length: the context part on the CPU, where batches are cut, and on the device
     _parts: "dict[int, tuple[ContextPart, ContextPart]]" = internal(factory=dict)
-    # host memory for activations, if a program has moved any
-    _offloads: Any = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -120,8 +103,7 @@ class ProgramExecutor:
 
     def close(self) -> None:
         """Release host memory for activations."""
-        if self._offloads is not None:
-            self._offloads.transfers.close()
+        self._plans.close()
 
     @property
     def _stage_to_rank(self) -> tuple[int, ...]:
@@ -134,7 +116,10 @@ class ProgramExecutor:
 
     def run_forward_and_backward(self, state: StepState) -> None:
         """Run the forward and backward passes for the state's batches, and write its losses."""
-        training = self._plan_training_and_compare_ranks(state.microbatches)
+        # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
+        if state.microbatches not in self._training:
+            self._training[state.microbatches] = self._plans.plan_training(state.microbatches, self.stages)
+        training = self._training[state.microbatches]
         self.stages.cast_weights()
         inputs = self.prepare_inputs(state["batches"])
         runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
@@ -153,7 +138,7 @@ class ProgramExecutor:
         """Run the forward passes for the state's batches, and write its losses."""
         self.stages.cast_weights()
         inputs = self.prepare_inputs(state["batches"])
-        actions = self._build_forward_program(state.microbatches)
+        actions = self._plans.plan_forward(state.microbatches, self.stages)
         runner = self._create_runner("evaluation", actions, inputs, state, self.stages.local)
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
@@ -196,7 +181,7 @@ class ProgramExecutor:
 
     def _run_forward_in_inference_mode(self, inputs: Microbatches, on_output: Callable[[int, Any], None]) -> None:
         """Run microbatches forward without gradients, and pass numbers and results to `on_output`."""
-        actions = self._build_forward_program(len(inputs))
+        actions = self._plans.plan_forward(len(inputs), self.stages)
         runner = self._create_runner("inference", actions, inputs, StepState(), self.stages.local)
         runner.on_output = on_output
         with torch.inference_mode():
@@ -221,9 +206,7 @@ class ProgramExecutor:
             return outputs
         resharding = "RESHARD", len(self._stage_to_rank) - 1
         actions = [
-            action
-            for action in self._build_forward_program(len(inputs), model)
-            if (action.op, action.stage) != resharding
+            action for action in self._plans.plan_forward(len(inputs), model) if (action.op, action.stage) != resharding
         ]
         runner = self._create_runner("inference", actions, inputs, StepState(), model.local, boundaries=model)
         runner.on_output = outputs.__setitem__
@@ -293,62 +276,24 @@ class ProgramExecutor:
 
         return Uploads(self.device.device).start_upload
 
-    def _plan_training_and_compare_ranks(self, microbatches: int) -> _Training:
-        """Return the plan for a step with this many microbatches; built once, and compared between ranks."""
-        # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
-        if microbatches not in self._training:
-            from drawloom.components.pipeline.program.lowering import check_ranks_agree_on_program
+    @cached_property
+    def _plans(self) -> "RankPlans":
+        from drawloom.components.pipeline.runtime.rank_plans import RankPlans  # a check plans nothing
 
-            rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
-            program = build_program_with_neighbours(self.schedule, rank, ranks, microbatches)
-            check_ranks_agree_on_program(program, rank, self.mesh.pipeline_group)
-            for feature in self._features:
-                program = feature.change_program(program)
-            policies = dict(enumerate(program.recompute))
-            local = [
-                attrs.evolve(stage, recompute=policies.get(stage.index, stage.recompute)) for stage in self.stages.local
-            ]
-            actions = self._insert_shard_actions(self._lower_training_program(program), local)
-            split = frozenset(action.stage for action in actions if action.op == "I")
-            features = [*self._list_offloading_features(program), *self._features]
-            self._training[microbatches] = _Training(actions, split, local, features)
-        return self._training[microbatches]
-
-    def _list_offloading_features(self, program: Program) -> list[PassFeature]:
-        """Return the feature for moves of activations; a program without any does not import it."""
-        if not program.offloaded:
-            return []
-        from drawloom.components.distributed.transfers import DeviceTransfers
-        from drawloom.components.pipeline.runtime.offloads import Offloading, Offloads
-
-        self._offloads = self._offloads or Offloads(DeviceTransfers(self.device.device))
-        return [Offloading(self._offloads, program.offloaded)]
-
-    def _build_forward_program(self, microbatches: int, model: Stages | None = None) -> list[Action]:
-        """Return this rank's forward-only actions for this many microbatches; built once."""
-        key = model, microbatches
-        if key not in self._forward:
-            from drawloom.components.pipeline.program.lowering import lower_to_rank_program
-
-            program = build_forward_only_program(self._stage_to_rank, microbatches)
-            line = lower_to_rank_program(program, self.mesh.indices.pipeline)
-            self._forward[key] = self._insert_shard_actions(line, (model or self.stages).local)
-        return self._forward[key]
+        return RankPlans(
+            schedule=self.schedule,
+            mesh=self.mesh,
+            device=self.device,
+            features=self._features,
+            stage_to_rank=self._stage_to_rank,
+            lower=self._lower_training_program,
+        )
 
     def _lower_training_program(self, program: Program) -> RankProgram:
         """Return this rank's program, with messages and activation transfers."""
         from drawloom.components.pipeline.program.lowering import insert_offload_actions, lower_to_rank_program
 
         return insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), program.offloaded)
-
-    def _insert_shard_actions(self, line: RankProgram, local: Sequence[Stage]) -> list[Action]:
-        """Return this rank's actions, also on shards; an overlap's parts follow one another."""
-        from drawloom.components.pipeline.program.lowering import insert_shard_actions
-
-        shards = {stage.index: stage.shards for stage in local if stage.shards is not None}
-        gathered = {index for index, shard in shards.items() if not shard.gathers_per_block}
-        by_microbatch = {index for index, shard in shards.items() if shard.reduces_per_microbatch}
-        return [*iterate_actions(insert_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
 def _replace_loss(compute: Compute, inputs: MicrobatchInputs) -> MicrobatchInputs:

@@ -72,7 +72,9 @@ class MeasuredStep:
 
 def read_measured_step(folder: Path, pipeline_ranks: int, rank: int) -> MeasuredStep:
     """Read a pipeline rank's newest trace, or else the median step in `metrics.jsonl`."""
-    seconds = _read_seconds_of_steps(folder / "metrics.jsonl")
+    rows = [line.row for line in read_step_log(folder / "metrics.jsonl")[0]]
+    steps = [row for row in rows if isinstance(row.get("seconds/step"), float)]
+    seconds = [row["seconds/step"] - row.get("seconds/excluded", 0.0) for row in steps]
     median = statistics.median(seconds[WARM_UP_STEPS:] or seconds or [0.0])
     if (folder / "traces").is_dir():
         paths = find_newest_trace_files(folder, pipeline_ranks)
@@ -81,12 +83,6 @@ def read_measured_step(folder: Path, pipeline_ranks: int, rank: int) -> Measured
     if not median:
         return MeasuredStep("nothing, because `metrics.jsonl` has no steps with metrics.phase_times")
     return MeasuredStep("whole steps; --overlay with_profiler measures kinds of operations", {WHOLE_STEP: median})
-
-
-def _read_seconds_of_steps(path: Path) -> list[float]:
-    """Return the seconds by step without excluded ones; nothing if the file is missing."""
-    rows = (line.row for line in read_step_log(path)[0] if isinstance(line.row.get("seconds/step"), float))
-    return [row["seconds/step"] - row.get("seconds/excluded", 0.0) for row in rows]
 
 
 def _read_seconds_by_kind(path: Path) -> dict[str, float]:

@@ -324,8 +324,10 @@ class _Search:
         if nodes.has_experts:
             stages["dispatcher"] = {"use": "experts.all_to_all" if mesh.expert > 1 else "experts.local"}
         batch = {"micro_size": rows}
+        # contexts stay, and models without experts have no `expert`
+        kept = {ContextDimension.name, *(() if nodes.has_experts else (ExpertDimension.name,))}
         values: dict[str, dict[str, Any]] = {
-            nodes.mesh_node: _select_mesh_settings(nodes, mesh),
+            nodes.mesh_node: {name: size for name, size in mesh.settings().items() if name not in kept},
             nodes.find_only_node(Batching): batch,
             nodes.stages_node: stages,
         }
@@ -363,12 +365,6 @@ def _list_meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> 
                     tensor=tensor,
                     expert=expert,
                 )
-
-
-def _select_mesh_settings(nodes: Nodes, mesh: PerDimension) -> dict[str, int]:
-    """Return a mesh's settings for a plan: contexts stay, and models without experts have no `expert`."""
-    kept = {ContextDimension.name, *(() if nodes.has_experts else (ExpertDimension.name,))}
-    return {name: size for name, size in mesh.settings().items() if name not in kept}
 
 
 def _list_power_of_two_divisors(number: int, most: int) -> list[int]:

@@ -16,7 +16,6 @@ from drawloom.components.ports.model import build_meta_module_if_known
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import FrozenModel, Recompute
 from drawloom.graph import Problem, port
-from drawloom.graph.problems import find_nearest
 from drawloom.graph.wiring.node import NodeView
 
 MemoryKind = Literal["parameters", "masters", "compute_copies", "gradients", "optimizer_state", "workspace"]
@@ -269,6 +268,8 @@ class NamePatterns:
 
     def _suggest_pattern(self, pattern: str) -> str:
         """Return a hint with the pattern of the most similar parts of names, if it matches."""
+        from drawloom.graph.spelling import find_nearest
+
         known = {part for name in self.names for part in name.split(".")}
         near = re.sub(r"[^.*?]+", lambda part: find_nearest(part[0], known) or part[0], pattern)
         return f"did you mean {near!r}?" if self.matches(near) else "write another pattern, or remove it"

@@ -178,14 +178,6 @@ def _mark_completions(completions: "Completions") -> Tensor:
     return (positions >= completions.starts[:, None]) & (positions < completions.ends[:, None])
 
 
-def _make_zeros_by_row(completions: "Completions") -> Tensor:
-    return torch.zeros_like(completions.starts)
-
-
-def _make_zeros_by_token(completions: "Completions") -> Tensor:
-    return torch.zeros_like(completions.tokens, dtype=torch.int32)
-
-
 @attrs.frozen(eq=False)
 class Completions:
     """
@@ -212,8 +204,10 @@ class Completions:
     entropies: Tensor
     is_ended: Tensor
     is_sampled: Tensor = attrs.field(default=attrs.Factory(_mark_completions, takes_self=True))
-    versions: Tensor = attrs.field(default=attrs.Factory(_make_zeros_by_token, takes_self=True))
-    turns: Tensor = attrs.field(default=attrs.Factory(_make_zeros_by_row, takes_self=True))
+    versions: Tensor = attrs.field(
+        default=attrs.Factory(lambda self: torch.zeros_like(self.tokens, dtype=torch.int32), takes_self=True)
+    )
+    turns: Tensor = attrs.field(default=attrs.Factory(lambda self: torch.zeros_like(self.starts), takes_self=True))
     faults: Tensor = attrs.field(
         default=attrs.Factory(lambda self: self.starts.new_zeros(len(self.starts), len(FAULTS)), takes_self=True)
     )

@@ -85,7 +85,6 @@ class Tracker(Protocol):
 Context = Mapping[str, str]
 """Labels that distinguish values of one name: `{"phase": "train"}` or `{"phase": "validation"}`."""
 
-_VALIDATION = "validation_"
 """The prefix of the names of values that were measured on validation data."""
 
 
@@ -144,17 +143,6 @@ class PropertyTracker(Protocol):
 
     def store_properties(self, properties: Mapping[str, Any]) -> None:
         """Store the run's settings, as nested tables; called once, before `rewind`."""
-
-
-def split_by_context(values: MetricValues) -> list[tuple[Context, dict[str, Value]]]:
-    """Split a step's values into training and validation values, and strip `validation_` from the latter's names."""
-    training = {name: value for name, value in values.items() if not name.startswith(_VALIDATION)}
-    validation = {name.removeprefix(_VALIDATION): values[name] for name in values.keys() - training.keys()}
-    split: list[tuple[Context, dict[str, Value]]] = [
-        ({"phase": "train"}, training),
-        ({"phase": "validation"}, validation),
-    ]
-    return [(context, named) for context, named in split if named]
 
 
 def flatten_properties(properties: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawloom import Every, ResolvedRecipe, component
-from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.ports import Batching, Mesh, RunFolder, Schedule
 
 if TYPE_CHECKING:
@@ -34,7 +33,11 @@ class HtmlReport:
 
     def has_result_of_step(self, step: int) -> bool:
         """Return whether rank 0 has a report for this step. A collective, equal on all ranks."""
-        return bool(run_on_rank0(self.mesh.world, lambda: self._has_report_of_step(step)))
+        from drawloom.components.distributed.rank_errors import run_on_rank0
+        from drawloom.components.storage.durable_files import does_file_begin_with
+
+        beginning = f"<!doctype html><!-- {_format_step_comment(step)} -->".encode()
+        return bool(run_on_rank0(self.mesh.world, lambda: does_file_begin_with(self._report_path, beginning)))
 
     def run_after_training(self, step: int) -> None:
         """Write the report on rank 0."""
@@ -75,13 +78,6 @@ class HtmlReport:
             for schedule, batching in zip(self.schedules.values(), self.batching.values(), strict=False)
         ]
         return Drawings(self.recipe.draw(False), self.recipe.draw(True), "\n".join(pictures))
-
-    def _has_report_of_step(self, step: int) -> bool:
-        """Return whether the report in the run folder is about this step."""
-        from drawloom.components.storage.durable_files import does_file_begin_with
-
-        beginning = f"<!doctype html><!-- {_format_step_comment(step)} -->"
-        return does_file_begin_with(self._report_path, beginning.encode())
 
     @property
     def _report_path(self) -> Path:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from drawloom import NodeView, Problem, UserError, above, between, component, internal, setting, wired
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
-from drawloom.components.state.step_state import HostCopy
+from drawloom.components.state.host_copy import HostCopy
 from drawloom.components.state.trees import map_leaves
 from drawloom.kernels.sampling.eager import draw_ids_logps_and_entropies
 from drawloom.ports import (

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import attrs
 
 from drawloom import Every, ResolvedRecipe, UserError, component, internal
-from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.graph.recipe.lockfile import RecipeChange
 from drawloom.ports import EnvironmentSource, Mesh, ReadsFiles, RunInfo
 
@@ -38,6 +37,8 @@ class LockedFolder:
 
     def open(self) -> None:
         """Create and lock the folder. Raises UserError on all ranks if this recipe may not continue its run."""
+        from drawloom.components.distributed.rank_errors import run_on_rank0
+
         try:
             # Raise UserError on all ranks if their recipes differ
             hashes = self.mesh.world.gather_json(self.recipe.hash)
@@ -55,6 +56,7 @@ class LockedFolder:
     def after_restore(self, restored_step: int) -> None:
         """Write the recipe and copy its files: only now, so a failed resume does not replace them."""
         self._is_new = False
+        from drawloom.components.distributed.rank_errors import run_on_rank0
         from drawloom.components.run.folder_records import write_run_records
 
         def write() -> None:

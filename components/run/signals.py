@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from drawloom import above, component, internal, setting
-from drawloom.components.state.step_state import HostCopy
 from drawloom.ports import Mesh
 
 if TYPE_CHECKING:
     from drawloom.components.run.signal_handlers import SignalHandlers
+    from drawloom.components.state.host_copy import HostCopy
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 # seconds during which a repeated Ctrl-C is ignored: a terminal sends it to every process, and a launcher forwards it
@@ -45,7 +45,7 @@ class Signals:
     debounce: float = internal(DEBOUNCE)
     _handlers: "SignalHandlers | None" = internal(None)
     _agreed: int = internal(0)
-    _copy: HostCopy = internal(HostCopy({"signal": torch.tensor(0)}))
+    _copy: "HostCopy | None" = internal(None)
 
     def open(self) -> None:
         """Install the handlers, unless they are the failed attempt's."""
@@ -82,14 +82,14 @@ class Signals:
 
         Several GPUs stop a step later, because the host would wait for this step's kernels to read the number.
         """
+        from drawloom.components.state.host_copy import HostCopy
+
         world, received = self.mesh.world, self._handlers.received if self._handlers else 0
         largest = torch.full((), received, dtype=torch.int64, device=world.device)
         world.max(largest)
-        copy = HostCopy.start({"signal": largest})
-        earlier, self._copy = self._copy, copy
-        if largest.is_cuda:
-            copy = earlier
-        self._agreed = int(copy.read()["signal"])  # the rank that received it may be lost while the others save
+        earlier, self._copy = self._copy, HostCopy.start({"signal": largest})
+        # the rank that received it may be lost while the others save
+        self._agreed = _read_signal(earlier if largest.is_cuda else self._copy)
         return self._agreed
 
     def agree_on_reason(self, reason: str) -> str:
@@ -105,7 +105,7 @@ class Signals:
     @contextmanager
     def _raise_stopped_on_signals(self) -> Iterator[None]:
         self.agree_on_signal()
-        agreed = int(self._copy.read()["signal"])  # no later step reads what GPUs have agreed on after the last one
+        agreed = _read_signal(self._copy)  # no later step reads what GPUs have agreed on after the last one
         if (handlers := self._handlers) is None:
             yield
             return
@@ -116,3 +116,7 @@ class Signals:
             yield
         finally:
             handlers.raises = False
+
+
+def _read_signal(copy: "HostCopy | None") -> int:
+    return int(copy.read()["signal"]) if copy else 0

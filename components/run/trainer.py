@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from drawloom import Every, NodeView, Ordered, Problem, above, at_least, component, internal, setting, wired
-from drawloom.components.distributed.rank_errors import RankError
 from drawloom.components.run.recipe_checks import check_training_recipe
 from drawloom.graph.component import find_declared_reads_and_writes
 from drawloom.ports import (
@@ -190,6 +189,8 @@ class Trainer:
 
     def _run_final_tasks(self, last: int) -> None:
         """Run the final tasks, then raise the first common error of all ranks."""
+        from drawloom.components.distributed.rank_errors import RankError
+
         errors = []
         for task in self.on_finish:
             try:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawloom import UserError, above, at_least, between, component, setting
-from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.ports import (
     MAX_LENGTH,
     AveragedWeights,
@@ -57,10 +56,16 @@ class Sample:
 
     def has_result_of_step(self, step: int) -> bool:
         """Return whether `sample.txt` on rank 0 already has this step's text. A collective, equal on all ranks."""
-        return bool(run_on_rank0(self.mesh.world, lambda: self._has_sample_of_step(step)))
+        from drawloom.components.distributed.rank_errors import run_on_rank0
+        from drawloom.components.storage.durable_files import does_file_begin_with
+
+        heading = _format_step_heading(step).encode()
+        return bool(run_on_rank0(self.mesh.world, lambda: does_file_begin_with(self._sample_path, heading)))
 
     def run_after_training(self, step: int) -> None:
         """Sample the text on the first pipeline, and write it on rank 0. A collective."""
+        from drawloom.components.distributed.rank_errors import run_on_rank0
+
         with use_averages_if_any(self.average):
             text = self._sample_text_or_error() if self.mesh.replica_group.rank == 0 else ""
         run_on_rank0(self.mesh.world, lambda: self._log_and_write_text(step, text))
@@ -105,12 +110,6 @@ class Sample:
             temperature=self.temperature,
             top_k=self.top_k,
         )
-
-    def _has_sample_of_step(self, step: int) -> bool:
-        """Return whether the file's heading is for this step."""
-        from drawloom.components.storage.durable_files import does_file_begin_with
-
-        return does_file_begin_with(self._sample_path, _format_step_heading(step).encode())
 
     @property
     def _sample_path(self) -> Path:

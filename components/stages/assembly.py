@@ -20,8 +20,12 @@ from drawloom.components.parallel.data_shard import should_gather_per_block
 from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import ExpertDimension
+from drawloom.components.parallel.layer_partition import (
+    build_layer_ranges,
+    partition_layers,
+    split_off_embedding_and_head,
+)
 from drawloom.components.parallel.master_weights import ParameterStore, choose_layer_dtype
-from drawloom.components.parallel.pipeline import build_layer_ranges, partition_layers, split_off_embedding_and_head
 from drawloom.components.pipeline.program.builders import list_stages_of_rank
 from drawloom.components.stages.feature_stack import FeatureStack
 from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device

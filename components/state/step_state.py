@@ -10,7 +10,7 @@ Numbers stay tensors on the device that computes them. One asynchronous copy for
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import attrs
 import torch
@@ -18,39 +18,8 @@ from torch import Tensor
 
 from drawloom.components.state.trees import ChooseSpec, Spec, list_leaves, map_leaves
 
-
-@attrs.frozen
-class HostCopy:
-    """Asynchronous copies on the CPU; `event` is recorded after the copies, None for tensors already there."""
-
-    tensors: Mapping[str, Tensor]
-    event: torch.cuda.Event | None = None
-
-    @classmethod
-    def start(cls, tensors: Mapping[str, Tensor]) -> "HostCopy":
-        """
-        Enqueue copies of tensors of any shape on the current stream.
-
-        Tensors on the CPU are not copied, and must not change.
-        """
-        if not any(tensor.is_cuda for tensor in tensors.values()):
-            return cls(tensors)
-        # A copy that does not block goes to pinned memory, which torch allocates for it.
-        host = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return cls(host, event)
-
-    @property
-    def has_arrived(self) -> bool:
-        """Return whether `read` would return without waiting."""
-        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
-
-    def read(self) -> Mapping[str, Tensor]:
-        """Return the tensors on the CPU. Waits for this copy, not for operations that were enqueued after it."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.tensors
+if TYPE_CHECKING:
+    from drawloom.components.state.host_copy import HostCopy
 
 
 class StateView(Protocol):
@@ -170,8 +139,10 @@ class StepState:
         """Return whether the host has to wait for a device to read a tensor."""
         return tensor.is_cuda
 
-    def start_host_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
+    def start_host_copy(self, tensors: Mapping[str, Tensor]) -> "HostCopy":
         """Start to copy tensors (numbers,) to the host."""
+        from drawloom.components.state.host_copy import HostCopy
+
         return HostCopy.start(tensors)
 
     def start_copying_to_host(self) -> None:

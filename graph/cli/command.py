@@ -21,7 +21,6 @@ from drawloom.graph.cli.result import (
     Console,
     Result,
     TextResult,
-    dump_json,
     internal,
     output,
     output_class,
@@ -32,7 +31,7 @@ from drawloom.graph.problems import Problem, RecipeError, UserError
 from drawloom.graph.project import Project, Recipe
 
 __all__ = ["Command", "Count", "OverlayCommand", "RecipeCommand", "argument", "command", "option"]
-__all__ += ["FAILED", "INVALID", "JSON", "OK", "STOPPED", "Result", "TextResult", "dump_json", "internal", "output"]
+__all__ += ["FAILED", "INVALID", "JSON", "OK", "STOPPED", "Result", "TextResult", "internal", "output"]
 __all__ += ["Problem", "Project", "Recipe", "RecipeError", "UserError", "output_class"]
 __all__ += ["format_table", "print_escaped_text"]
 

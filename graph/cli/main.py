@@ -24,13 +24,11 @@ from drawloom.graph.cli.result import (
     OK,
     CommandFailure,
     Console,
-    as_data,
     describe_machine_limit,
-    dump_json,
     list_output_formats,
 )
 from drawloom.graph.cli.terminal import print_escaped_text, redirect_stdout_to_stderr, redirect_to_null
-from drawloom.graph.problems import RecipeError, ReportedError, UserError, did_you_mean, find_nearest
+from drawloom.graph.problems import RecipeError, ReportedError, UserError, did_you_mean
 from drawloom.graph.project import Project
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
@@ -70,7 +68,9 @@ def _print_failure(failure: CommandFailure, arguments: Sequence[str], console: C
     if console.is_first(failure.text):
         print_escaped_text(failure.text, "stderr")
         if "--format=json" in arguments or ("--format", JSON) in pairwise(arguments):
-            print_escaped_text(failure.json())
+            from drawloom.graph.cli.json_text import dump_json
+
+            print_escaped_text(dump_json({"error": failure}))
     return failure.exit_code
 
 
@@ -96,7 +96,12 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
         return OK
     if result is None:
         raise TypeError(f"the command {name} returned no result; its `run` must return a Result")
-    text = dump_json(as_data(result)) if command.format == JSON else result.render(command.format)
+    if command.format == JSON:
+        from drawloom.graph.cli.json_text import dump_json
+
+        text = dump_json(result)
+    else:
+        text = result.render(command.format)
     if text and console.warns:  # one process of several
         print_escaped_text(text)
     return result.exit_code
@@ -182,6 +187,8 @@ def _print_or_refuse(project: Project, files: Mapping[str, CommandFile], argumen
     """Parse a command line without a command. Raises UserError if it has neither --help nor --version."""
     parser = _make_main_parser(project, files)
     if arguments and arguments[0][:1] != "-":
+        from drawloom.graph.spelling import find_nearest
+
         near = find_nearest(arguments[0], files)
         hint = f"did you mean {near!r}?" if near else f"available: {', '.join(files)}"
         parser.error(f"there is no command {arguments[0]!r}; {hint}")

@@ -5,12 +5,8 @@ A result comes with an exit code; a console prints problems and failures once fo
 """
 
 import errno
-import json
-import math
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import date, time
-from pathlib import PurePath
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import attrs
@@ -157,42 +153,10 @@ class CommandFailure:
             return cls(INVALID, format_problems(error.problems), problems)
         return cls(error.exit_code, str(error))
 
-    def json(self) -> str:
-        """Return an object with the key `error` as JSON."""
-        return dump_json({"error": as_data(self)})
-
-
-def as_data(value: Any) -> Any:
-    """Return a result, or a part, as data for JSON. Infinities and NaN become None."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case str() | int() | None:
-            return value
-        case PurePath() | date() | time():
-            return str(value)
-        case Mapping():
-            return {str(key): as_data(part) for key, part in value.items()}
-        case _ if attrs.has(type(value)):
-            return {field.name: as_data(getattr(value, field.name)) for field in list_json_fields(type(value))}
-        case Sequence() | Iterator():
-            return [as_data(part) for part in value]
-    return float(value)  # a number of numpy or torch; TypeError otherwise
-
 
 def list_json_fields(cls: type) -> list["attrs.Attribute[Any]"]:
     """Return the fields declared by `output`."""
     return [field for field in attrs.fields(cls) if "doc" in field.metadata]
-
-
-def dump_json(data: Any) -> str:
-    """Return JSON with indentation."""
-    return json.dumps(data, indent=1, allow_nan=False)
-
-
-def dump_json_line(data: Any) -> str:
-    """Return data as JSON in one line, with all letters as they are, and null for infinities and NaN."""
-    return json.dumps(as_data(data), ensure_ascii=False, allow_nan=False)
 
 
 def find_result_classes(function: Callable[..., Any]) -> list[type[Result]]:

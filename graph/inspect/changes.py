@@ -71,9 +71,9 @@ class _Comparison:
             if before is None or after is None or dump_canonical(before) != dump_canonical(after):
                 is_edge = is_edge_value(before) or is_edge_value(after)
                 own, why = self._find_declared_impact_and_reason(name, key, before)
-                impact = own or (
-                    self._find_edge_impact(before, after) if is_edge else self._find_setting_impact(name, key)
-                )
+                field = self.graph.nodes[name].spec.fields.get(key)
+                declared = field.impact if field else "changes_training"
+                impact = own or (self._find_edge_impact(before, after) if is_edge else declared)
                 yield RecipeChange(
                     name, key, _format_value(before), _format_value(after), impact, edge=is_edge, why=why
                 )
@@ -83,10 +83,6 @@ class _Comparison:
         resume_impact = getattr(self.graph.nodes[name].spec.cls, "resume_impact", None)
         impact = resume_impact(self.graph.view(name), key, before) if resume_impact else None
         return impact if isinstance(impact, tuple) else (impact, "")
-
-    def _find_setting_impact(self, name: str, key: str) -> Impact:
-        field = self.graph.nodes[name].spec.fields.get(key)
-        return field.impact if field else "changes_training"
 
     def _find_edge_impact(self, before: Any, after: Any) -> Impact:
         old, new = list_edge_targets(before), list_edge_targets(after)

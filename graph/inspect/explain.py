@@ -25,7 +25,9 @@ STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
 def explain(graph: Graph, target: str, root: str) -> str:
     """Explain a recipe, a node, a key of a node or a part of its value. Raises UserError for an unknown target."""
     if not target:
-        return "\n".join(_explain_recipe(graph))
+        layers = ", then ".join(layer.source for layer in graph.recipe.layers if layer.data)
+        nodes = [f"[{name}] {node.spec.use}: {node.spec.summary}" for name, node in graph.nodes.items()]
+        return "\n".join([layers, *nodes])
     if target in graph.nodes:
         return "\n".join(_explain_node(graph, graph.nodes[target], root))
     # Longest names first: "a.b.c" may be the key c of the node a.b or a part of the key b of the node a.
@@ -33,7 +35,10 @@ def explain(graph: Graph, target: str, root: str) -> str:
         path = _parse_path(target[len(name) :]) if target.startswith(f"{name}.") else ()
         if path and str(path[0]) in graph.nodes[name].spec.fields:
             return "\n".join(_explain_key(graph, graph.nodes[name], path))
-    raise UserError(f"there is no {target!r} to explain; {_suggest_target(graph, target)}".rstrip("; "), 2)
+    name = target.rpartition(".")[0]
+    fields = graph.nodes[name].spec.fields if name in graph.nodes else ()
+    hint = did_you_mean(target, [f"{name}.{field}" for field in fields] or graph.nodes)
+    raise UserError(f"there is no {target!r} to explain; {hint}".rstrip("; "), 2)
 
 
 def format_variable_history(graph: Graph, name: str) -> str:
@@ -42,19 +47,8 @@ def format_variable_history(graph: Graph, name: str) -> str:
     return "\n".join(f"{VARIABLE}{name} = {dump_toml(leaf.value)}  {leaf.key_position}" for leaf in history)
 
 
-def _suggest_target(graph: Graph, target: str) -> str:
-    name = target.rpartition(".")[0]
-    fields = graph.nodes[name].spec.fields if name in graph.nodes else ()
-    return did_you_mean(target, [f"{name}.{field}" for field in fields] or graph.nodes)
-
-
 def _parse_path(text: str) -> KeyPath:
     return tuple(int(number) if number else key for number, key in STEP.findall(text))
-
-
-def _explain_recipe(graph: Graph) -> Iterator[str]:
-    yield ", then ".join(layer.source for layer in graph.recipe.layers if layer.data)
-    yield from (f"[{name}] {node.spec.use}: {node.spec.summary}" for name, node in graph.nodes.items())
 
 
 def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:

@@ -51,7 +51,9 @@ def find_fitting_components(registry: Registry, graphs: Iterable[Graph], name: s
 
 def format_fitting_components(fitting: Mapping[str, Spec], name: str) -> str:
     """List components fitting a node or implementing a port, one per line."""
-    return _format_table({use: spec.summary for use, spec in fitting.items()}) or f"no component implements {name}"
+    width = max(map(len, fitting), default=0)
+    rows = [f"{use:{width}}  {spec.summary}".rstrip() for use, spec in fitting.items()]
+    return "\n".join(rows) or f"no component implements {name}"
 
 
 @attrs.frozen
@@ -83,11 +85,6 @@ def collect_field_ports(specs: Iterable[Spec]) -> dict[str, type]:
     """Return the ports of all fields in these components by name, sorted."""
     ports = {port.__name__: port for spec in specs for field in spec.fields.values() for port in field.ports}
     return dict(sorted(ports.items()))
-
-
-def _format_table(rows: Mapping[str, str]) -> str:
-    width = max(map(len, rows), default=0)
-    return "\n".join(f"{name:{width}}  {text}".rstrip() for name, text in rows.items())
 
 
 def find_replacement_conditions(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:

@@ -4,7 +4,6 @@ import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -117,25 +116,22 @@ def _complete_values(workspace: Workspace, meaning: Meaning) -> Iterator[Complet
     if path[-1] == "use":
         yield from _complete_components(workspace, meaning)
     elif path[0] == "extends":
-        yield from _complete_bases(workspace, meaning.analysis.path)
+        file = meaning.analysis.path
+        beside = sorted(other.name for other in file.parent.glob("*.toml") if other.name != file.name)
+        names = [*RecipeFolder(workspace.project.recipes).names, *beside]
+        yield from (Completion(dump_toml(name), "recipe") for name in names)
     elif path[0] == "unset":
         recipe = meaning.graph.recipe
-        names = dict.fromkeys([*recipe.tree.items, *recipe.nodes])
-        yield from (Completion(dump_toml(name), "node", _describe_node(meaning, name)) for name in names)
+        for name in dict.fromkeys([*recipe.tree.items, *recipe.nodes]):
+            yield Completion(dump_toml(name), "node", _describe_node(meaning, name))
     elif path[0] == EDIT and "remove" in path[-2:]:
         yield from _complete_elements_of_edited_list(meaning, path[1 : -1 if path[-1] == "remove" else -2])
     elif field and field.is_edge:
         yield from _complete_nodes(meaning, field)
     elif field:
         yield from _complete_choices(field, meaning.path[1:])
-        yield from _complete_variables(meaning)
-
-
-def _complete_bases(workspace: Workspace, path: Path) -> Iterator[Completion]:
-    """Yield the shipped recipes, and the files beside a recipe."""
-    beside = sorted(other.name for other in path.parent.glob("*.toml") if other.name != path.name)
-    names = [*RecipeFolder(workspace.project.recipes).names, *beside]
-    yield from (Completion(dump_toml(name), "recipe") for name in names)
+        for name, leaf in meaning.graph.recipe.vars.items():
+            yield Completion(dump_toml(f"{VARIABLE}{name}"), "variable", dump_toml(leaf.value), preferred=False)
 
 
 def _complete_components(workspace: Workspace, meaning: Meaning) -> Iterator[Completion]:
@@ -170,11 +166,6 @@ def _complete_nodes(meaning: Meaning, field: Field) -> Iterator[Completion]:
     if field.kind in ("list", "ordered"):
         groups = [name for name, members in graph.recipe.groups.items() if {*members} & {*fitting}]
         yield from (Completion(dump_toml(f"@{name}.*"), "node", "all nodes of the group") for name in groups)
-
-
-def _complete_variables(meaning: Meaning) -> Iterator[Completion]:
-    for name, leaf in meaning.graph.recipe.vars.items():
-        yield Completion(dump_toml(f"{VARIABLE}{name}"), "variable", dump_toml(leaf.value), preferred=False)
 
 
 def _complete_choices(field: Field, path: KeyPath) -> Iterator[Completion]:

@@ -75,7 +75,9 @@ class _ListEdit:
             return
         for operation, value in edit.items():
             if operation == "remove":
-                self._resolve_removed_indices(value)
+                indices = _index_elements(map(dump_canonical, self.old.value))
+                for element, path in _iterate_elements_or_value(value, ("remove",)):
+                    self.removed |= {*self._find_index(dump_canonical(element), indices, path)}
             elif operation not in OPERATIONS:
                 text = f"{self._dotted_path} has no operation {operation!a}"
                 self._add_problem("DL117", text, did_you_mean(operation, OPERATIONS), (operation,))
@@ -84,12 +86,6 @@ class _ListEdit:
                 self._add_problem("DL117", text, hint, (operation,))
             else:
                 self._resolve_insertions(operation, value)
-
-    def _resolve_removed_indices(self, value: Any) -> None:
-        """Find the indices of elements to remove."""
-        indices = _index_elements(map(dump_canonical, self.old.value))
-        for element, path in _iterate_elements_or_value(value, ("remove",)):
-            self.removed |= {*self._find_index(dump_canonical(element), indices, path)}
 
     def _resolve_insertions(self, operation: str, anchors: dict[str, Any]) -> None:
         """Find the anchors' indices, and record the elements inserted before or after them."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from drawloom.graph.problems import COMMAND_LINE, Position, Problem, RecipeError, did_you_mean, find_nearest
+from drawloom.graph.problems import COMMAND_LINE, Position, Problem, RecipeError, did_you_mean
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.toml.parsing import MAX_FILE_BYTES, decode, parse
@@ -221,6 +221,8 @@ def _find_file_and_run_folders_named(name: str) -> Iterator[str]:
 
 def _find_similar_file(path: str) -> str | None:
     """Return the TOML file with the most similar name in a path's folder, or None."""
+    from drawloom.graph.spelling import find_nearest
+
     folder, name = os.path.split(path)
     stems = (file.removesuffix(".toml") for file in glob("*.toml", root_dir=folder or None))
     near = find_nearest(name.removesuffix(".toml"), stems)

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.garbage import pause_garbage_collection
-from drawloom.graph.problems import MAX_CANDIDATES, Position, Problem, did_you_mean, find_nearest
+from drawloom.graph.problems import Problem, did_you_mean
 from drawloom.graph.recipe.layers import EDIT, STARTED_IN, Layer, Leaf, Table
 
 FORMAT = 1
@@ -246,6 +246,8 @@ def _substitute_variables(value: Any, variables: Mapping[str, Leaf], names: tupl
 
 def describe_missing_variable(name: str, variables: Iterable[str]) -> str:
     """Return a hint for a reference to a missing variable."""
+    from drawloom.graph.spelling import find_nearest
+
     near = find_nearest(name, variables)
     return f"did you mean {near!r}?" if near else f"write {name} = ... in [vars], or add vars.{name}=... to the command"
 
@@ -257,19 +259,16 @@ def _check_incomplete_table(name: str, item: Table, top: Table) -> Iterator[Prob
         near = did_you_mean(name, [key for key, table in top.items.items() if key != name and isinstance(table, Table)])
         hint = near if near.startswith("did") else 'a node needs a line like use = "data.loader"'
         text = "it has no `use`, and no extended recipe has a node of this name"
-        yield Problem("DL113", text, hint, name, _locate_table_or_first_value(item))
+        # The command line makes tables without a position of their own.
+        leaf = next((leaf for leaf in item.items.values() if isinstance(leaf, Leaf)), None)
+        position = item.position if item.layer.text is not None or leaf is None else leaf.position
+        yield Problem("DL113", text, hint, name, position)
         return
     for key, member in item.items.items():
         if not (isinstance(member, Table) and "use" in member.items):
             text = f"{key!r} is not a node, but the other members of this group are"
             position = member.key_position if isinstance(member, Leaf) else member.position
             yield Problem("DL114", text, f'write [{name}.{key}] with a line use = "..."', name, position)
-
-
-def _locate_table_or_first_value(item: Table) -> Position:
-    """Return the table's position, or its first value's position if the command line made the table."""
-    leaf = next((leaf for leaf in item.items.values() if isinstance(leaf, Leaf)), None)
-    return item.position if item.layer.text is not None or leaf is None else leaf.position
 
 
 def _check_unused_variables(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterator[Problem]:
@@ -280,13 +279,13 @@ def _check_unused_variables(variables: dict[str, Leaf], layers: Sequence[Layer])
     """
     used = set(_find_variable_names([layer.data for layer in layers])) if variables else set()
     known = used | variables.keys()
-    compared = (
-        known if len(known) < MAX_CANDIDATES else set()
-    )  # removing a name from a set costs time proportional to its size
     for name, leaf in variables.items():
         if name not in used:
+            from drawloom.graph.spelling import MAX_CANDIDATES, find_nearest
+
             text = f"nothing refers to the variable {VARIABLE + name!r}"
-            near = find_nearest(name, compared - {name})
+            # removing a name from a set costs time proportional to its size
+            near = find_nearest(name, known - {name}) if len(known) < MAX_CANDIDATES else None
             hint = f"did you mean {near!r}?" if near else ""
             yield Problem("DL116", text, hint, position=leaf.key_position, warning=near is None)
 

@@ -5,7 +5,8 @@ import sys
 
 from drawloom.graph.component import NAME
 from drawloom.graph.foreign_names import fold_name
-from drawloom.graph.problems import Problem, did_you_mean, find_nearest
+from drawloom.graph.problems import Problem, did_you_mean
+from drawloom.graph.spelling import find_nearest
 
 MAX_OFFERED = 6
 """Names in a hint about a word with which several names begin."""
@@ -30,7 +31,9 @@ def suggest_name(use: str, names: list[str]) -> str:
         offer = offer if _belongs_to_installed_package(use) else ""
         if not rest and (own := did_you_mean(use, names)):
             return own
-        if near := _find_similar_component(rest.lower(), names):
+        # optim.adamw is similar to torch.optim.AdamW
+        path = rest.lower()
+        if near := find_nearest(path, [name for name in names if name.startswith(f"{path.partition('.')[0]}.")]):
             return f"did you mean {near!r}?{offer and f' Otherwise, {offer}'}"
         if offer:
             return offer
@@ -48,12 +51,6 @@ def suggest_name(use: str, names: list[str]) -> str:
     general_hint = "`drawloom list` lists all components; add your own with --import and a package, folder or file"
     longer = [repr(near)] if near else [repr(name) for name in names if _has_part_beginning_with(use, name)]
     return f"did you mean {' or '.join(longer)}?" if 0 < len(longer) <= MAX_OFFERED else general_hint
-
-
-def _find_similar_component(rest: str, names: list[str]) -> str | None:
-    """Return the component most similar to a path in another package, as optim.adamw is to torch.optim.AdamW."""
-    folder = rest.partition(".")[0]
-    return find_nearest(rest, [name for name in names if name.startswith(f"{folder}.")])
 
 
 def _has_part_beginning_with(word: str, use: str) -> bool:

@@ -46,7 +46,10 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
     Settings are checked like those in a recipe, and objects for edges against their ports. Raises RecipeError with all
     problems. Constraints are skipped if they read neighbours, because an object for an edge has no settings.
     """
-    spec = _find_spec(component, package)
+    if isinstance(component, type):
+        spec = read_spec(component.__name__, component)
+    else:
+        spec = Project.from_package(package).registry.require(component)
     node = _make_node(spec, {key: value for key, value in values.items() if not _is_edge_or_container_field(spec, key)})
     objects = {key: value for key, value in values.items() if _is_edge_or_container_field(spec, key)}
     problems = [*node.problems, *_check_edges(spec, objects)]
@@ -61,12 +64,6 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
         if field.kind in ("every", "recipe")
     }
     return spec.cls(**node.settings, **defaults | objects_by_field)
-
-
-def _find_spec(component: str | type, package: str) -> Spec:
-    if isinstance(component, type):
-        return read_spec(component.__name__, component)
-    return Project.from_package(package).registry.require(component)
 
 
 def _is_edge_or_container_field(spec: Spec, key: str) -> bool:

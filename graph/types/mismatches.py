@@ -8,7 +8,8 @@ import attrs
 from cattrs import BaseValidationError, ForbiddenExtraKeysError
 from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
-from drawloom.graph.problems import KeyPath, Problem, did_you_mean, find_nearest
+from drawloom.graph.problems import KeyPath, Problem, did_you_mean
+from drawloom.graph.spelling import find_nearest
 from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.graph.types.assignable import union_members_except_none
 from drawloom.graph.types.choices import MismatchError, is_choice, pair_toml_values_with_choices

@@ -190,20 +190,16 @@ class Graph:
         cycle = self.find_cycle()
         if cycle:
             text = "dependency cycle: " + " -> ".join(cycle)
-            position = self._find_edge_position(cycle[0], cycle[1])
-            yield Problem("DL320", text, "remove one of these edges", cycle[0], position)
+            node = self.nodes[cycle[0]]
+            paths = (dict(zip(edge.targets, edge.items, strict=False)).get(cycle[1]) for edge in node.edges.values())
+            position = node.position_of(next(filter(None, paths), ()))
+            yield Problem("DL320", text, "remove one of these edges", node.name, position)
         for node in self.nodes.values():
             for field in node.spec.sequences:
                 if (edge := node.edges.get(field.name)) is not None:
                     yield from check_sequence_dataflow(node, field.name, edge, self.nodes)
             if node.spec.has_constraints_method and self.is_valid_with_neighbours(node):
                 yield from _check_constraints(node, self.view(node.name))
-
-    def _find_edge_position(self, name: str, target: str) -> Position:
-        """Return the position where an edge between two nodes is written."""
-        node = self.nodes[name]
-        paths = (dict(zip(edge.targets, edge.items, strict=False)).get(target) for edge in node.edges.values())
-        return node.position_of(next((path for path in paths if path), ()))
 
     def is_valid_with_neighbours(self, node: Node) -> bool:
         """Return whether a node and its neighbours are valid. Constraints rely on valid settings and edges."""

@@ -80,24 +80,16 @@ class _WholeProbabilities(Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, targets, log_probs = ctx.saved_tensors
         learned = targets != ctx.ignore_index
-        grads = compute_logit_grad_factors(grad_losses, grad_lse, learned, accumulation_dtype(hidden))
+        grad, of_lse = compute_logit_grad_factors(grad_losses, grad_lse, learned, accumulation_dtype(hidden))
         targets = targets.where(learned, 0)  # any index will do, as the factors there are 0
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        grad_logits = _compute_grad_logits_from_log_probs(log_probs, targets, *grads).to(hidden.dtype)
+        # softmax * grad - onehot * (grad - of_lse)
+        on_target = grad if of_lse is None else grad - of_lse
+        grad_logits = log_probs.exp().mul_(grad.unsqueeze(-1))
+        grad_logits = grad_logits.scatter_add_(1, targets.unsqueeze(-1), -on_target.unsqueeze(-1)).to(hidden.dtype)
         grad_hidden = grad_logits @ weight if needs_hidden else None
         grad_weight = ctx.weight_gradient(_weight_gradient, grad_logits, hidden.detach()) if needs_weight else None
         return grad_hidden, grad_weight, None, None, None
 
 
 _weight_gradient = MatrixProduct(lambda grad_logits, hidden: (grad_logits.T, hidden))
-
-
-def _compute_grad_logits_from_log_probs(
-    log_probs: Tensor, targets: Tensor, grad: Tensor, grad_lse: Tensor | None
-) -> Tensor:
-    """
-    Return softmax * grad - onehot * (grad - grad_lse), with the factors that `compute_logit_grad_factors` returns.
-    """
-    on_target = grad if grad_lse is None else grad - grad_lse
-    result = log_probs.exp().mul_(grad.unsqueeze(-1))
-    return result.scatter_add_(1, targets.unsqueeze(-1), -on_target.unsqueeze(-1))

@@ -56,7 +56,7 @@ class Selective(CallRecorder):
         return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> SavedTensor:
-        weak, version = self._results.get(_address(tensor), (_return_none, 0))
+        weak, version = self._results.get(_address(tensor), (lambda: None, 0))
         result: Any = weak()
         if result is None or result._version != version or tensor.dtype != result.dtype:
             return KeptTensor(tensor)
@@ -68,10 +68,6 @@ class Selective(CallRecorder):
             if get_layout(tensor) == get_layout(result)
             else _RecomputedView(result.recomputed, tensor)
         )
-
-
-def _return_none() -> None:
-    return None
 
 
 class Quantized(Selective):

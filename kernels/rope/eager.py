@@ -28,28 +28,23 @@ class _Rope(Function):
         """Return a tensor like x (rows, length, heads, head_dim); cos and sin are (rows, length, rotary_dim // 2)."""
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _rotate(x, cos, sin, interleaved)
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        if torch.compiler.is_compiling():
+            return _rotate_by_concatenation(x, cos, sin, interleaved)
+        # Results are written into slices of one tensor: torch.cat would cost another pass over memory.
+        rotated = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
+        (a, b, rest), (rotated_a, rotated_b, rotated_rest) = (
+            _split_pairs_and_unrotated(t, cos.shape[-1], interleaved) for t in (x, rotated)
+        )
+        torch.mul(a, cos, out=rotated_a).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=rotated_b).addcmul_(a, sin)
+        rotated_rest.copy_(rest)
+        return rotated.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         return rope_eager(grad, cos, -sin, ctx.interleaved), None, None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x into a new tensor with its shape and dtype."""
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    if torch.compiler.is_compiling():
-        return _rotate_by_concatenation(x, cos, sin, interleaved)
-    # Results are written into slices of one tensor: torch.cat would cost another pass over memory.
-    rotated = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
-    (a, b, rest), (rotated_a, rotated_b, rotated_rest) = (
-        _split_pairs_and_unrotated(t, cos.shape[-1], interleaved) for t in (x, rotated)
-    )
-    torch.mul(a, cos, out=rotated_a).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=rotated_b).addcmul_(a, sin)
-    rotated_rest.copy_(rest)
-    return rotated.to(x.dtype)
 
 
 def _rotate_by_concatenation(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

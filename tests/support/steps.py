@@ -9,7 +9,8 @@ from torch import Tensor
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import Executor, create_step_state
 from drawloom.components.ports.run import Step
-from drawloom.components.state.step_state import HostCopy, StepState
+from drawloom.components.state.host_copy import HostCopy
+from drawloom.components.state.step_state import StepState
 
 
 class Arrival:

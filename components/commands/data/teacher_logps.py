@@ -25,11 +25,11 @@ from drawloom.graph.cli.command import (
     UserError,
     argument,
     command,
-    dump_json,
     option,
     output,
     output_class,
 )
+from drawloom.graph.cli.json_text import dump_json
 from drawloom.ports import Head, Split, TokenContext, Tokenizer
 
 MAX_CHUNK_LOGITS = 2**26

@@ -9,7 +9,8 @@ from drawloom import at_least
 from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
 from drawloom.components.data.sources.files import import_optional_package
-from drawloom.graph.cli.command import Count, Project, UserError, command, dump_json, option, output, output_class
+from drawloom.graph.cli.command import Count, Project, UserError, command, option, output, output_class
+from drawloom.graph.cli.json_text import dump_json
 from drawloom.ports import Executor, Mesh, Tokenizer
 
 
@@ -62,9 +63,8 @@ class LmEvalCommand(CheckpointCommand):
                 raise UserError(f"--tasks: the data of a task can't be downloaded ({error}); {hint}") from error
         if self.to is not None:
             summary = {name: value for name, value in results.items() if name != "samples"}
-            # The harness puts functions into it, and NaN.
-            text = json.dumps({"step": run.step, **summary}, default=str)
-            plain = json.loads(text, parse_constant=lambda _name: None)
+            # The harness puts functions into it.
+            plain = json.loads(json.dumps({"step": run.step, **summary}, default=str))
             write_file(self.to, f"{dump_json(plain)}\n".encode())
         return LmEvalResult(self.run_folder, run.step, results["results"])
 

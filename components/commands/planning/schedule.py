@@ -45,11 +45,11 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
-from drawloom.graph.problems import find_nearest
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.registry.registry import Spec
+from drawloom.graph.spelling import find_nearest
 from drawloom.graph.wiring.graph import Graph
 from drawloom.ports import PartitioningSchedule, Program, Schedule
 

@@ -30,8 +30,8 @@ from drawloom.components.report.metrics import METRICS, read_lines
 from drawloom.components.report.run_record import is_run_in_use
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.step_log import parse_step_lines
-from drawloom.graph.cli.command import OK, STOPPED, Project, dump_json, output, output_class, print_escaped_text
-from drawloom.graph.cli.result import as_data
+from drawloom.graph.cli.command import OK, STOPPED, Project, output, output_class, print_escaped_text
+from drawloom.graph.cli.json_text import dump_json
 from drawloom.graph.recipe.lockfile import LOCK
 
 Decision = Literal["better", "worse", "undecided"]
@@ -194,7 +194,7 @@ class Ledger:
         self.runs[run.recipe, run.seed] = run
         content = {"question": self.question, "wall_seconds": self.wall_seconds, "runs": [*self.runs.values()]}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self.path, dump_json(as_data(content)).encode())
+        replace_file(self.path, dump_json(content).encode())
 
     @property
     def cost(self) -> AskCost:

@@ -10,6 +10,7 @@ Row shares are computed from weights, which are token shares: a source whose row
 When a run resumes with other shares, a new segment of the stream begins, and each source continues with its next row.
 """
 
+import logging
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -20,6 +21,8 @@ import numpy as np
 
 from drawloom import UserError, internal
 from drawloom.ports import MeasuredRows, PackedDataset, RowOrder, RowSource
+
+log = logging.getLogger("drawloom.data")
 
 WINDOW = 2**12  # positions per lookup: numpy takes the same time for one as for some hundreds
 MISSING_ROW = -1  # a row of a source that is no longer in the mixture
@@ -180,6 +183,18 @@ class RowStream:
     def _find_segment_index(self, position: int) -> int:
         """Return the index for the segment with a position."""
         return bisect_right([segment.start for segment in self.segments], position) - 1
+
+
+def build_row_stream(
+    rows: PackedDataset, order: RowOrder, segments: list[Segment], next_step: int, position: int
+) -> RowStream:
+    """Return the earlier segments' stream; another begins at `next_step`'s position if the shares have changed."""
+    sources = {source.name: source for source in list_row_sources(rows)}
+    shares = convert_token_weights_to_shares([*sources.values()])
+    if segments and segments[-1].shares != shares:
+        log.warning("from step %d on, the shares of the mixture's sources differ from the earlier steps'", next_step)
+        segments = [*(segment for segment in segments if segment.start < position), Segment(position, shares)]
+    return RowStream(sources, order, segments or [Segment(0, shares)])
 
 
 def _add_row_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:

@@ -24,7 +24,6 @@ from drawloom.ports import (
     TeacherPredictions,
     TokenBatch,
     TokenCorpus,
-    TokenDocuments,
     find_length_fault,
     uses_preference_pairs,
 )
@@ -198,26 +197,17 @@ class PackedRows:
         from drawloom.components.data.mixed_documents import list_document_sources
         from drawloom.components.data.order.permutation import Permutation
         from drawloom.components.data.packing.batches import JoinedIndexes, PackedSplit
+        from drawloom.components.data.packing.row_checks import warn_of_cut_documents
 
         documents, first_documents, indexes = self.tokens.documents(split), [0], []
         for source in list_document_sources(documents):
             lengths = source.documents.lengths
-            self._warn_of_cut_documents(_format_split_name(split, source.name), source.documents)
+            if not uses_preference_pairs(type(self)):
+                warn_of_cut_documents(_format_split_name(split, source.name), source.documents, self.length)
             shuffled = Permutation(self.job.seed, f"documents {source.name}".strip(), 0, len(lengths))
             indexes.append(self.build_row_index(lengths, shuffled if split == "train" else None))
             first_documents.append(first_documents[-1] + len(lengths))
         return PackedSplit(documents, JoinedIndexes(tuple(indexes), tuple(first_documents)))
-
-    def _warn_of_cut_documents(self, split_name: str, documents: TokenDocuments) -> None:
-        """Warn if documents with token weights, such as conversations, are longer than a row."""
-        cut = int((documents.lengths > self.length).sum())
-        if cut and not uses_preference_pairs(type(self)) and documents.read(0, 0, 1).weights is not None:
-            longest = documents.lengths.max()
-            log.warning(
-                "%s: %d of %d documents with weights are longer than a row of %d tokens, and are cut: what follows has "
-                "no prompt; the longest has %d tokens",
-                *(split_name, cut, len(documents.lengths), self.length, longest),
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return only the picklable parts for a worker process: the rows."""

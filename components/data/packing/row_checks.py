@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drawloom import UserError
-from drawloom.ports import LanguageModel
+from drawloom.ports import LanguageModel, TokenDocuments
 
 log = logging.getLogger("drawloom.data")
 
@@ -21,6 +21,17 @@ def warn_of_long_texts(longest_text: int, models: Mapping[str, LanguageModel]) -
                 "positions; write a length of at most %d, or a config.json with rope_scaling",
                 *(longest_text, name, longest, longest),
             )
+
+
+def warn_of_cut_documents(split_name: str, documents: TokenDocuments, length: int) -> None:
+    """Warn if documents with token weights, such as conversations, are longer than a row."""
+    cut = int((documents.lengths > length).sum())
+    if cut and documents.read(0, 0, 1).weights is not None:
+        log.warning(
+            "%s: %d of %d documents with weights are longer than a row of %d tokens, and are cut: what follows has "
+            "no prompt; the longest has %d tokens",
+            *(split_name, cut, len(documents.lengths), length, documents.lengths.max()),
+        )
 
 
 def check_rows_are_unchanged(saved: Mapping[str, Any], current: Mapping[str, Any], *, accept_changes: bool) -> None:

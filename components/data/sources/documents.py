@@ -91,15 +91,11 @@ class SplitPart:
     def documents(self) -> Iterator[Document]:
         """Yield the split's documents, in order."""
         for document in self.part.documents():
-            if self.within:
-                yield attrs.evolve(document, text=self._cut_text_to_split(document.text))
+            if self.within:  # its beginning is for training, its end for validation
+                cut = int(len(document.text) * (1 - self.fraction))
+                yield attrs.evolve(document, text=document.text[:cut] if self.split == "train" else document.text[cut:])
             elif choose_split(document.text.encode(), self.fraction) == self.split:
                 yield document
-
-    def _cut_text_to_split(self, text: str) -> str:
-        """Cut a divided document: return its beginning for training, or its end for validation."""
-        cut = int(len(text) * (1 - self.fraction))
-        return text[:cut] if self.split == "train" else text[cut:]
 
 
 def _do_both_splits_have_text(parts: Iterable[Part], validation_fraction: float) -> bool:

@@ -7,6 +7,7 @@ import triton
 from drawloom.components.kernels import choosing
 from drawloom.components.kernels.choosing import OPERATIONS, choose_implementation, load_implementation
 from drawloom.graph import UserError
+from drawloom.kernels import availability
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ALL = [(operation, name) for operation, about in OPERATIONS.items() for name in about.implementations]
@@ -47,9 +48,9 @@ def test_on_a_cpu_auto_is_eager(operation: str) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_auto_suits_the_gpu(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` is first in the operation's own list where Triton runs; elsewhere one without Triton, with the reason."""
-    monkeypatch.setattr(choosing, "why_no_triton", lambda device: "")
+    monkeypatch.setattr(availability, "why_no_triton", lambda device: "")
     assert choose_implementation(operation, "auto", GPU).name == OPERATIONS[operation].on_gpu[0]
-    monkeypatch.setattr(choosing, "why_no_triton", lambda device: "triton is not installed")
+    monkeypatch.setattr(availability, "why_no_triton", lambda device: "triton is not installed")
     chosen = choose_implementation(operation, "auto", GPU)
     assert chosen.name not in choosing.TRITON
     if OPERATIONS[operation].on_gpu[0] in choosing.TRITON:

@@ -10,7 +10,8 @@ import attrs
 import pytest
 
 from drawloom.components.distributed.guard import guard
-from drawloom.components.listeners.timeouts import GUARD_MARGIN, WATCHDOG_MARGIN, Timeouts
+from drawloom.components.listeners.time_limits import GUARD_MARGIN, WATCHDOG_MARGIN
+from drawloom.components.listeners.timeouts import Timeouts
 from drawloom.components.ports.run import Event, EventKind, Step
 from support.doubles import Exit
 from support.folders import Folder
@@ -53,7 +54,8 @@ def timeouts(tmp_path: Path, one_rank: Any, processes: Any) -> Iterator[Timeouts
     timeouts = Timeouts(
         processes=processes, folder=Folder(tmp_path), mesh=one_rank, first_step=30.0, step=10.0, saving=20.0
     )
-    timeouts.exit, timeouts.tick, timeouts.watchdog_margin = Exit(), 0.01, 0.0
+    limits = timeouts.limits
+    limits.exit, limits.tick, limits.watchdog_margin = Exit(), 0.01, 0.0
     timeouts.open()
     yield timeouts
     timeouts.close()
@@ -93,11 +95,11 @@ def test_the_location_is_the_step_and_phase(timeouts: Timeouts, processes: FakeP
 
 def test_the_watchdog_expires_after_the_collective_timeout(timeouts: Timeouts) -> None:
     """The process exits some seconds after a blocked rank has raised an error that names the other."""
-    timeouts.watchdog_margin, timeouts.step = 0.3, 0.05
+    timeouts.limits.watchdog_margin, timeouts.limits.step = 0.3, 0.05
     _emit(timeouts, "step_ended", 1)
     _emit(timeouts, "step_started", 2)
-    assert not timeouts.exit.called.wait(0.2)  # type: ignore[attr-defined]
-    assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]
+    assert not timeouts.limits.exit.called.wait(0.2)  # type: ignore[attr-defined]
+    assert timeouts.limits.exit.called.wait(5)  # type: ignore[attr-defined]
 
 
 def test_a_step_beyond_its_limit_ends_the_process(
@@ -107,14 +109,14 @@ def test_a_step_beyond_its_limit_ends_the_process(
     The failure names rank, step, phase and limit, and the hang diagnosis; the stacks, this function's among them, are
     in the rank's log. A warning comes at half of the limit.
     """
-    timeouts.step = 0.05
+    timeouts.limits.step = 0.05
     timeouts.on_event(Event("run_started"))
     _emit(timeouts, "step_ended", 1)
     _emit(timeouts, "step_started", 2)
     _emit(timeouts, "phase_started", 2, "clip")
-    assert timeouts.exit.called.wait(10)  # type: ignore[attr-defined]
+    assert timeouts.limits.exit.called.wait(10)  # type: ignore[attr-defined]
     timeouts.close()
-    assert timeouts.exit.codes == [1]  # type: ignore[attr-defined]
+    assert timeouts.limits.exit.codes == [1]  # type: ignore[attr-defined]
     path = tmp_path / "log" / "rank-0.log"
     assert caplog.messages == [
         "rank 0 is slow: step 2 has taken more than 0.025 s in phase [clip]; its limit is 0.05 s",
@@ -128,31 +130,31 @@ def test_a_step_beyond_its_limit_ends_the_process(
 
 def test_the_first_step_has_its_own_limit(timeouts: Timeouts) -> None:
     """With almost no time for later steps the first one does not expire, and the second does."""
-    timeouts.step = 0.02
+    timeouts.limits.step = 0.02
     timeouts.on_event(Event("run_started"))
     _emit(timeouts, "step_started", 1)
-    assert not timeouts.exit.called.wait(0.2)  # type: ignore[attr-defined]
+    assert not timeouts.limits.exit.called.wait(0.2)  # type: ignore[attr-defined]
     _emit(timeouts, "step_ended", 1)
     _emit(timeouts, "step_started", 2)
-    assert timeouts.exit.called.wait(10)  # type: ignore[attr-defined]
+    assert timeouts.limits.exit.called.wait(10)  # type: ignore[attr-defined]
 
 
 def test_after_the_run_there_is_no_limit(timeouts: Timeouts) -> None:
     """Time after run_ended is not limited."""
-    timeouts.saving = 0.5
+    timeouts.limits.saving = 0.5
     _emit(timeouts, "step_ended", 4)
     timeouts.on_event(Event("run_ended"))
-    assert not timeouts.exit.called.wait(0.8)  # type: ignore[attr-defined]
+    assert not timeouts.limits.exit.called.wait(0.8)  # type: ignore[attr-defined]
 
 
 def test_after_an_error_there_is_no_limit(timeouts: Timeouts, processes: FakeProcesses) -> None:
     """It gets no events after it raised, so an old limit must not end a healthy run."""
-    timeouts.step = 0.5
+    timeouts.limits.step = 0.5
     _emit(timeouts, "step_ended", 1)
     processes.fails = True
     with pytest.raises(RuntimeError, match="no such group"):
         _emit(timeouts, "saving_started", 2)
-    assert not timeouts.exit.called.wait(0.8)  # type: ignore[attr-defined]
+    assert not timeouts.limits.exit.called.wait(0.8)  # type: ignore[attr-defined]
 
 
 def test_a_log_that_hangs_does_not_prevent_the_exit(
@@ -162,9 +164,9 @@ def test_a_log_that_hangs_does_not_prevent_the_exit(
     gate = threading.Event()
     monkeypatch.setattr("drawloom.components.listeners.hang_report.REPORT_TIMEOUT", 0.05)
     monkeypatch.setattr(FakeProcesses, "fail_ranks_and_must_exit", lambda *_: gate.wait(10))
-    timeouts.first_step = 0.01
+    timeouts.limits.first_step = 0.01
     timeouts.on_event(Event("run_started"))
-    assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]
+    assert timeouts.limits.exit.called.wait(5)  # type: ignore[attr-defined]
     gate.set()
 
 
@@ -173,10 +175,10 @@ def test_a_component_that_hangs_while_it_opens_or_closes_is_named(
     timeouts: Timeouts, processes: FakeProcesses, caplog: pytest.LogCaptureFixture, stage: str
 ) -> None:
     """It is named in a warning, then in the failure that ends the process; other ranks learn where this one is."""
-    timeouts.opening = 0.05
+    timeouts.limits.opening = 0.05
     with timeouts.lifecycle_context(stage, "corpus"):
         assert processes.location == f"{stage}() of [corpus]"
-        assert timeouts.exit.called.wait(10)  # type: ignore[attr-defined]
+        assert timeouts.limits.exit.called.wait(10)  # type: ignore[attr-defined]
     where = f"{stage}() of [corpus]"
     assert processes.location == ""
     assert caplog.messages == [f"rank 0 is slow: {where} has taken more than 0.025 s; its limit is 0.05 s"]
@@ -186,16 +188,18 @@ def test_a_component_that_hangs_while_it_opens_or_closes_is_named(
 
 def test_between_components_there_is_no_limit(timeouts: Timeouts) -> None:
     """A notebook may open a run, and wait before it trains."""
-    timeouts.opening = 0.5
+    timeouts.limits.opening = 0.5
     with timeouts.lifecycle_context("open", "corpus"):
         pass
-    assert not timeouts.exit.called.wait(0.8)  # type: ignore[attr-defined]
+    assert not timeouts.limits.exit.called.wait(0.8)  # type: ignore[attr-defined]
 
 
 def test_a_component_that_logs_has_its_time_again(timeouts: Timeouts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenization takes hours, and logs its progress."""
     allowed: list[float | None] = []
-    monkeypatch.setattr(timeouts._watchdog, "start_limit", lambda seconds, slow_after_seconds: allowed.append(seconds))
+    monkeypatch.setattr(
+        timeouts.limits._watchdog, "start_limit", lambda seconds, slow_after_seconds: allowed.append(seconds)
+    )
     with timeouts.lifecycle_context("open", "corpus"):
         logging.getLogger("drawloom.data").warning("1 of 9 MB tokenized")
     logging.getLogger("drawloom.data").warning("not the component's")

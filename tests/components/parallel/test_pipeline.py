@@ -1,55 +1,61 @@
-"""Partition of layers over stages."""
+"""`check` finds schedules, meshes and models that do not fit together."""
+
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from drawloom.components.parallel.pipeline import partition_layers, split_off_embedding_and_head
-
-
-def sizes(*arguments: int) -> list[int]:
-    """Return the stages' layer counts."""
-    return [span.last - span.first for span in partition_layers(*arguments)]
+from drawloom.components.pipeline.program.notation import format_program_csv
+from drawloom.graph.problems import Problem
+from drawloom.graph.project import Project
+from support.schedules import schedule
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ((16, 8, 0, 1), [3, 2, 2, 2, 2, 2, 2, 1]),
-        ((8, 4, 2, 2), [1, 3, 3, 1]),
-        ((28, 4, 1, 1), [7, 8, 7, 6]),
-        ((16, 5, 0, 0), [4, 3, 3, 3, 3]),
-        ((28, 4, 0, 20), [9, 9, 9, 1]),  # a head that outweighs a fair share leaves its stage one layer
-    ],
-)
-def test_splits_by_hand(arguments: tuple[int, ...], expected: list[int]) -> None:
-    """Embedding and head count as many layers as they cost."""
-    assert sizes(*arguments) == expected
+def problems(*words: str) -> list[Problem]:
+    """Return the problems reported by `check` in the first run with these values."""
+    project = Project.from_package("drawloom")
+    return project.graph(project.load("first_run", overrides=words)).errors
 
 
-@given(layers=st.integers(1, 100), stages=st.integers(1, 20))
-def test_every_layer_is_in_one_stage(layers: int, stages: int) -> None:
-    """Spans join without gap or overlap, ends belong to the first and last, and no stage is empty."""
-    if layers < stages:
-        with pytest.raises(ValueError, match="without a layer"):
-            partition_layers(layers, stages)
-        return
-    spans = partition_layers(layers, stages)
-    assert [layer for span in spans for layer in range(span.first, span.last)] == list(range(layers))
-    assert [span.embedding for span in spans] == [True] + [False] * (stages - 1)
-    assert [span.head for span in spans] == [False] * (stages - 1) + [True]
+def test_each_stage_wants_a_layer() -> None:
+    """More stages than layers are a problem, with the numbers to write instead."""
+    words = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.interleaved_1f1b", "schedule.stages_per_rank=4")
+    (problem,) = problems(*words)
+    assert (problem.node, problem.text) == ("mesh", "4 layers can't be split over 2 ranks with 4 stages on each")
+    assert problem.hint == "write pipeline = 1 or less, or write num_hidden_layers = 8 or more in [model]"
+    (problem,) = problems("mesh.pipeline=9")
+    assert problem.text == "4 layers can't be split over 9 ranks with 1 stage on each"
+    assert problems(*words, "model.num_hidden_layers=8") == problems(*words, "mesh.pipeline=1") == []
 
 
-def test_ends_apart_leave_the_layers_as_they_are() -> None:
-    """Embedding and head are spans without layers, before and after all others, which have neither."""
-    spans = split_off_embedding_and_head(partition_layers(7, 3), 7)
-    assert [(span.first, span.last) for span in spans] == [(0, 0), (0, 3), (3, 5), (5, 7), (7, 7)]
-    assert [span.embedding for span in spans] == [True, False, False, False, False]
-    assert [span.head for span in spans] == [False, False, False, False, True]
+@pytest.mark.parametrize("name", ["dual_pipe_v", "zero_bubble_v", "interleaved_1f1b", "v_min"])
+def test_microbatches_never_are_a_problem(name: str) -> None:
+    """Three microbatches, for two ranks with two stages each, fit every schedule."""
+    words = (f"schedule.use=pipeline.schedules.{name}", "mesh.pipeline=2", "batch.global_size=3", "batch.micro_size=1")
+    assert problems(*words) == []
 
 
-def test_layers_outside_of_stages_are_in_the_span_of_the_head() -> None:
-    """If stages have seven of nine layers, the head's span has the last two."""
-    spans = split_off_embedding_and_head(partition_layers(7, 3), 9)
-    assert [(span.first, span.last) for span in spans] == [(0, 0), (0, 3), (3, 5), (5, 7), (7, 9)]
-    assert [span.head for span in spans] == [False, False, False, False, True]
+def test_a_table_for_other_ranks_is_refused(tmp_path: Path) -> None:
+    """A table for another number of ranks is one problem, and so is a file without a table."""
+    path = tmp_path / "table.csv"
+    path.write_text(format_program_csv(schedule("gpipe").program(2, 4)))
+    words = ("schedule.use=pipeline.from_csv", f"schedule.path={path}")
+    (problem,) = problems(*words)
+    assert (problem.node, problem.text) == ("mesh", f"{path} is a schedule for 2 ranks, not 1")
+    assert problems(*words, "mesh.pipeline=2") == []
+    path.unlink()
+    (problem,) = problems(*words)
+    assert (problem.node, problem.text) == ("schedule", f"{path} can't be read: No such file or directory")
+
+
+def test_a_schedule_reports_problems_of_its_settings() -> None:
+    """A memory limit below one microbatch, and too few slices, are problems of the schedule, not of the mesh."""
+    words = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.auto")
+    for setting, text in (
+        ("schedule.memory=0.5", "memory = 0.5: a microbatch's activations are 1 on a rank; write more"),
+        (
+            "schedule.slices=[1.0]",
+            "1 slices of the model are too few for 2 stages; write 2 or more in every setting that lists slices",
+        ),
+    ):
+        (problem,) = problems(*words, setting)
+        assert (problem.node, problem.text) == ("schedule", text)

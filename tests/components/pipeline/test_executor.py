@@ -69,7 +69,7 @@ class Scale(nn.Module):
         return output if finish is None else finish(output, HEAD)
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Local(PlainStages):
     """Stages of this rank."""
 

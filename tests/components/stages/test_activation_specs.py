@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.parallel.pipeline import partition_layers
+from drawloom.components.parallel.layer_partition import partition_layers
 from drawloom.components.ports.model import BatchContext, HiddenStates, LayerRange, TokenContext
 from drawloom.components.stages.activation_specs import ActivationSpecs
 from drawloom.components.state.trees import list_leaves

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from drawloom.components.state.step_state import HostCopy
+from drawloom.components.state.host_copy import HostCopy
 
 
 class Arrival:
