@@ -14,8 +14,9 @@ from torch import Tensor
 
 from drawloom.kernels.gates.eager import compute_swiglu_gradients, swiglu_eager, swiglu_halves_eager
 from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager
-from drawloom.kernels.moe.eager import Routes, gather_rows_by_choice
+from drawloom.kernels.moe.eager import gather_rows_by_choice
 from drawloom.kernels.operation import upcast
+from drawloom.kernels.results import Routes
 from drawloom.kernels.rms_norm.eager import rms_norm_eager
 
 E4M3 = torch.float8_e4m3fn

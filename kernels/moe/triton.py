@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.moe.eager import DROPPED, PeerTensors, Routes
+from drawloom.kernels.moe.eager import DROPPED, PeerTensors
 from drawloom.kernels.operation import once_differentiable, register_kernel
-from drawloom.kernels.results import PermutedRows
+from drawloom.kernels.results import PermutedRows, Routes
 from drawloom.kernels.triton.primitives import (
     cache_launches,
     cdiv,

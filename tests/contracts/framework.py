@@ -173,10 +173,11 @@ def rows_are_sorted_by_expert(kernels: Kernels) -> None:
     """A choice has a row in the range of its expert, with the token and the choice's probability."""
     x, probabilities = _random_tensor(4, 8), _random_tensor(4, 2)
     routes = kernels.moe_routes(CHOICES, 3)
-    expect(routes[2].tolist() == ENDS, f"the rows of experts end at {routes[2].tolist()}, not at {ENDS}")
+    ends = routes.offsets.tolist()
+    expect(ends == ENDS, f"the rows of experts end at {ends}, not at {ENDS}")
     rows, chances = kernels.moe_permute(x, probabilities, routes)
     for token, choice in (CHOICES >= 0).nonzero().tolist():
-        row, expert = int(routes[0][token, choice]), int(CHOICES[token, choice])
+        row, expert = int(routes.dest_row[token, choice]), int(CHOICES[token, choice])
         expect([0, *ENDS][expert] <= row < ENDS[expert], f"a choice of expert {expert} has row {row}")
         _expect_close(rows[row], x[token])
         _expect_close(chances[row], probabilities[token, choice])
