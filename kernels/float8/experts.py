@@ -29,9 +29,9 @@ from drawloom.kernels.float8.linear import (
     choose_float8_kernels,
     get_or_quantize_input,
 )
-from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.operation import once_differentiable
 from drawloom.kernels.recompute.marks import call_recomputable_in_autograd_function
+from drawloom.kernels.results import Routes
 
 
 def experts_float8(
@@ -217,7 +217,7 @@ def pack_weights(weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 def unpack_weights(messages: Tensor, outputs: Sequence[Tensor], widths: Sequence[int]) -> None:
     """
     Fill outputs, bfloat16 (ranks, n), from all ranks' messages, uint8 (ranks, bytes), by `pack_weights` with the same
-    `widths`: plain weights, then float8 elements, then an exponent byte per row.
+    `widths`: plain weights (with width 0), then float8 elements, then an exponent byte per row, then padding.
     """
     quantized = [(output, width) for output, width in zip(outputs, widths, strict=True) if width]
     plain = [output for output, width in zip(outputs, widths, strict=True) if not width]
@@ -229,6 +229,7 @@ def unpack_weights(messages: Tensor, outputs: Sequence[Tensor], widths: Sequence
         output.copy_(next(parts).view(output.dtype))
     element_parts = [next(parts) for _ in quantized]
     for (output, width), elements, exponents in zip(quantized, element_parts, parts, strict=True):
+        # A power of two has only an exponent: its bits are the number.
         scale = (exponents.to(torch.int16) << MANTISSA_BITS[torch.bfloat16]).view(torch.bfloat16)
         shape = len(output), -1, width
         torch.mul(elements.view(E4M3).to(torch.bfloat16).view(shape), scale.unsqueeze(2), out=output.view(shape))
