@@ -143,7 +143,7 @@ class _ExpertsFloat8(Function):
         gate_and_up, inner, inner_scale, ends, dest_row, source_choice = rest
         kernels: Float8Kernels = ctx.kernels
         needs_x, needs_probabilities, needs_first, needs_second, *_ = ctx.needs_input_grad
-        tokens = ScaledRows(*kernels.quantize_rows(grad.reshape(-1, grad.shape[-1]), False)[:2])
+        tokens = ScaledRows(*kernels.quantize_rows(grad.reshape(-1, grad.shape[-1]), transposed=False)[:2])
         rows, top_k = tokens, 1
         if dest_row is not None:
             top_k = max(dest_row.shape[1], 1)
@@ -203,7 +203,7 @@ def pack_weights(weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
     """
     kernels = choose_float8_kernels(weights[0].device)
     rows = [
-        kernels.quantize_rows(weight.view(-1, width), False)
+        kernels.quantize_rows(weight.view(-1, width), transposed=False)
         for weight, width in zip(weights, widths, strict=True)
         if width
     ]

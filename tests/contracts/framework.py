@@ -197,8 +197,8 @@ def rows_are_summed_by_token(kernels: Kernels) -> None:
 def a_dropped_choice_needs_no_row(kernels: Kernels) -> None:
     """Routes that end after the choices that are not dropped produce and add exactly as many rows."""
     x, probabilities = _random_tensor(4, 8), _random_tensor(4, 2)
-    dest, source, ends = kernels.moe_routes(CHOICES, 3)
-    routes = dest, source[: ENDS[-1]], ends
+    routes = kernels.moe_routes(CHOICES, 3)
+    routes = routes._replace(source_choice=routes.source_choice[: ENDS[-1]])
     rows, scale = kernels.moe_permute(x, probabilities, routes)
     expect((len(rows), len(scale)) == (ENDS[-1], ENDS[-1]), f"of {ENDS[-1]} choices, {len(rows)} rows are made")
     weights = ((CHOICES >= 0).double() * probabilities.double()).sum(1, keepdim=True)
