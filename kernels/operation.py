@@ -68,8 +68,9 @@ def register_kernel(
     """
     Register a function that launches kernels as the operator `drawloom::<name>`.
 
-    The function fills its first parameter, a tensor or a tuple of tensors, which `results` allocates; the others are
-    the operator's arguments. Otherwise this is `register_operator`, with `results` as `fake`.
+    The function fills its first parameter, a tensor or a tuple of tensors; its other parameters are the operator's
+    arguments. `results` allocates what the function fills, and its parameters name some of the operator's arguments.
+    Otherwise this is `register_operator`, with `results` as `fake`.
     """
 
     def register(launch: Callable[..., None]) -> Any:
@@ -82,6 +83,7 @@ def register_kernel(
             launch(allocated, *arguments)
             return allocated
 
+        # torch infers the operator's schema from this signature.
         schema = Signature(parameters, return_annotation=filled.annotation)
         allocate_and_launch.__signature__ = schema  # type: ignore[attr-defined]
         return register_operator(name, results, **costs)(allocate_and_launch)

@@ -20,6 +20,21 @@ class NormAndSum(NamedTuple):
     summed: Tensor
 
 
+class Routes(NamedTuple):
+    """
+    Routing tables, int32. A choice is one of a token's `top_k` experts; every choice has a row unless it is dropped.
+
+    `dest_row` (tokens, top_k): the choice's row, or -1. `source_choice` (tokens * top_k,): the row's choice, as token *
+    top_k + the index among the token's choices, or -1. `offsets` (experts,): the end of the expert's rows; expert 0
+    begins at row 0. If the host knows how many rows there are, `source_choice` may be cut to that length: its length is
+    the row count.
+    """
+
+    dest_row: Tensor
+    source_choice: Tensor
+    offsets: Tensor
+
+
 class PermutedRows(NamedTuple):
     """Copies of tokens, (rows, hidden_size), sorted by expert, and their probabilities, (rows,)."""
 

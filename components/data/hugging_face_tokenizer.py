@@ -59,11 +59,12 @@ def warn_if_transformers_ids_differ(folder: Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def edit_config_until_ids_match(folder: Path, tokenizer: Tokenizer) -> None:
+def ensure_transformers_ids_match(folder: Path, tokenizer: Tokenizer) -> None:
     """
-    Edit a model folder's configuration files until transformers returns the tokenizer's ids; nothing if it does.
+    Make transformers read a model folder's `tokenizer.json` unchanged, unless it returns the tokenizer's ids already.
 
-    A declared family class stays if it returns the same ids. Logs a warning if the ids still differ.
+    A declared family class stays if it returns the same ids; a generic class is one of CLASSES_OF_FILES, and is edited
+    without a comparison, where transformers would ignore it. Logs a warning if the ids differ in the end.
     """
     is_generic = read_json_object_or_empty(folder / CONFIG).get("tokenizer_class") in CLASSES_OF_FILES
     if not is_generic and not describe_difference_from_transformers_ids(folder, tokenizer):
@@ -337,7 +338,7 @@ class HuggingFaceTokenizer:
             config = {"tokenizer_class": CLASSES_OF_FILES[0], "eos_token": self._eos_token}
             (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         if (folder / "config.json").is_file():
-            edit_config_until_ids_match(folder, self)
+            ensure_transformers_ids_match(folder, self)
 
     def _read_file_with_edits(self) -> bytes:
         """Return the file's content, changed only if it would give other ids than this tokenizer."""

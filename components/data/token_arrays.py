@@ -89,9 +89,10 @@ class TokenArrays:
     def fingerprint(self) -> str:
         """SHA-256 over all arrays."""
         digest = hashlib.sha256()
-        for tensor in (self.ids, self.ends, self.own_weights, self.references, self.labels):
+        arrays = (self.ids, self.ends, self.own_weights, self.references, self.labels)
+        for number, tensor in enumerate(arrays):
             if tensor is not None:
-                digest.update(f"{tensor.dtype} {len(tensor)}\n".encode())
+                digest.update(f"{number} {tensor.dtype} {len(tensor)}\n".encode())
                 digest.update(tensor.numpy().data)
         return digest.hexdigest()
 

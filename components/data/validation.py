@@ -37,9 +37,9 @@ class Validation:
         own_indices = indices[self.batching.dp_rank :: self.batching.dp_size]
         largest_share = -(-len(indices) // self.batching.dp_size)
         for start in range(0, largest_share, size):
-            rows = own_indices[start : start + size]
-            batch = self.rows.batch("validation", rows or indices[:1])
-            yield batch if rows else batch.with_zero_weights()
+            chosen = own_indices[start : start + size]
+            batch = self.rows.batch("validation", chosen or indices[:1])
+            yield batch if chosen else batch.with_zero_weights()
 
     def choose_row_indices(self) -> list[int]:
         """Return the evaluated rows' sorted numbers."""

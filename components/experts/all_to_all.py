@@ -51,13 +51,13 @@ class AllToAllExperts:
         tokens, weights = self._exchange_tokens_and_probabilities(hidden, probabilities, routes)
         to_experts = self._route_to_experts(chosen, local_experts, routes)
         rows, scale = self.kernels.moe_permute(tokens, weights, to_experts)
-        return Dispatched(rows, scale, to_experts[2], partial(self._sum_returned_by_token, routes, to_experts))
+        return Dispatched(rows, scale, to_experts.offsets, partial(self._sum_returned_by_token, routes, to_experts))
 
     def _route_to_ranks(self, chosen: Tensor, local_experts: int, group: Group) -> "TokenRoutes":
         """Return the routes for tokens with chosen experts int64 (tokens, choices), if ranks have `local_experts`."""
         rank = chosen.div(local_experts, rounding_mode="floor")  # -1 for a dropped choice
         to_ranks = self.kernels.moe_routes(_deduplicate_ranks(rank, group.size), group.size)
-        tokens = to_ranks[2].diff(prepend=to_ranks[2].new_zeros(1))
+        tokens = to_ranks.offsets.diff(prepend=to_ranks.offsets.new_zeros(1))
         counts = torch.stack([tokens.to(torch.int64), _count_choices_by_rank(rank, group.size)], 1)
         received_counts = group.all_to_all(counts, [1] * group.size, [1] * group.size)
         columns = [counts[:, 0], received_counts[:, 0], received_counts[:, 1]]
@@ -68,14 +68,15 @@ class AllToAllExperts:
         self, hidden: Tensor, probabilities: Tensor, routes: "TokenRoutes"
     ) -> tuple[Tensor, Tensor]:
         """Send tokens, and return the received tokens (tokens, width) and probabilities (tokens, choices)."""
-        unused = probabilities.new_zeros(routes.to_ranks[0].shape)
-        both = (self.kernels.moe_permute(tensor, unused, routes.to_ranks)[0] for tensor in (hidden, probabilities))
+        unused = probabilities.new_zeros(routes.to_ranks.dest_row.shape)
+        both = (self.kernels.moe_permute(tensor, unused, routes.to_ranks).rows for tensor in (hidden, probabilities))
         exchanged: tuple[Tensor, Tensor] = _Exchange.apply(routes.group, routes.sent, routes.received, *both)  # type: ignore[no-untyped-call]
         return exchanged
 
     def _route_to_experts(self, chosen: Tensor, local_experts: int, routes: "TokenRoutes") -> Routes:
         """Return the routes from received tokens to this rank's experts, without choices for other ranks' experts."""
         dest, source, _ = routes.to_ranks
+        # A source choice is token * choices + the choice's index; here a token's choices are its ranks.
         choices = chosen[source // max(dest.shape[1], 1)].to(torch.int32)
         first_expert = routes.group.rank * local_experts
         local = routes.group.all_to_all(choices, routes.sent, routes.received) - first_expert
@@ -123,8 +124,7 @@ def _count_choices_by_rank(rank: Tensor, ranks: int) -> Tensor:
 
 def _drop_unused_rows(routes: Routes, rows: int) -> Routes:
     """Return the routes with the first `rows` rows; dropped choices leave the rows behind them unused."""
-    dest, source, ends = routes
-    return dest, source[:rows], ends
+    return routes._replace(source_choice=routes.source_choice[:rows])
 
 
 class _Exchange(Function):

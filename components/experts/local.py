@@ -18,4 +18,4 @@ class LocalExperts:
         """Copy hidden (tokens, width) to rows (tokens * choices, width)."""
         routes = self.kernels.moe_routes(chosen, num_experts)
         rows, scale = self.kernels.moe_permute(hidden, probabilities, routes)
-        return Dispatched(rows, scale, routes[2], partial(self.kernels.moe_unpermute, routes=routes))
+        return Dispatched(rows, scale, routes.offsets, partial(self.kernels.moe_unpermute, routes=routes))

@@ -97,7 +97,7 @@ class SymmetricExperts:
         routes, overflow = exchange.limit_routes_and_flag_overflow(all_routes, self._room if is_training else None)
         slot_routes = SlotRoutes(exchange, chosen, local_experts, routes, overflow)
         rows, scale = _GatherRows.apply(slot_routes, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
-        return Dispatched(rows, scale, routes[2], lambda results: _SumByToken.apply(slot_routes, results))  # type: ignore[no-untyped-call]
+        return Dispatched(rows, scale, routes.offsets, lambda results: _SumByToken.apply(slot_routes, results))  # type: ignore[no-untyped-call]
 
     @property
     def graph_values(self) -> object:
@@ -218,7 +218,7 @@ class SharedSlots:
         """
         dest, source, ends = routes
         if capacity is None:
-            return (dest, source[: int(ends[-1])], ends), None
+            return Routes(dest, source[: int(ends[-1])], ends), None
         balanced = dest.numel() // self.group.size
         if balanced not in self._max_rows:
             with torch.inference_mode(False):
@@ -262,7 +262,7 @@ class SlotRoutes:
 
     def exchange_token_sums_and_scalars(self, rows: Tensor, scalars: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the sums (tokens, width) by token over all ranks' rows, and the scalars (tokens, choices)."""
-        exchange, dest = self.exchange, self.routes[0]
+        exchange, dest = self.exchange, self.routes.dest_row
         columns = [(rows.shape[1], rows.dtype), *([(dest.shape[1], scalars.dtype)] if scalars is not None else [])]
         staged, *by_choice = exchange.switch_halves_and_get_views(self.slots_per_rank, columns, exchange.group.size)
         rank, kernels = exchange.group.rank, exchange.kernels.moe_peers
@@ -276,7 +276,7 @@ class SlotRoutes:
     @property
     def slots_per_rank(self) -> int:
         """The number of token slots per rank."""
-        return len(self.routes[0]) // self.exchange.group.size
+        return len(self.routes.dest_row) // self.exchange.group.size
 
 
 class _GatherRows(Function):

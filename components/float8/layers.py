@@ -30,7 +30,6 @@ from drawloom.kernels.float8.linear import (
     mlp_float8,
     rms_norm_float8,
 )
-from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.recompute.marks import accept_rounded_inputs
 from drawloom.ports import (
     AdaptedLayer,
@@ -79,7 +78,7 @@ class Float8Experts(Float8Module, Experts):
         if not _has_all_experts_on_rank(self):
             return super().forward(hidden, chosen, probabilities)
         # Not `accept_rounded_inputs`: elements recomputed from rounded tokens would not fit the saved scales of rows.
-        routes, x = Routes._make(self.kernels.moe_routes(chosen, self.num_experts)), hidden.to(self.gate_up_proj.dtype)
+        routes, x = self.kernels.moe_routes(chosen, self.num_experts), hidden.to(self.gate_up_proj.dtype)
         return experts_float8(self.float8, x, probabilities, self.gate_up_proj, self.down_proj, routes)
 
     def apply_to_rows(self, rows: Tensor, scale: Tensor, ends: Tensor) -> Tensor:

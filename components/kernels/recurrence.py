@@ -97,12 +97,14 @@ class PieceMask(NamedTuple):
         q, k, v, *factors = (self._split_pieces(x) for x in inputs)
         documents = RecurrentDocuments(self.ids.flatten(0, 1), self._document_ids_before_pieces(1).flatten())
         heads, width, v_width = v.shape[2], k.shape[3], v.shape[3]
-        # Values, and beside them the identity as a state that values of 0 change.
+        # First call: values beside zeros (pieces, tokens, heads, V + K), and states, zeros beside the identity (pieces,
+        # heads, K, V + K). The last states are B beside M; the queries, and results, do not matter.
         values = torch.cat([v, v.new_zeros(*v.shape[:3], width)], 3)
         state = torch.eye(width, v_width + width, device=v.device, dtype=torch.float32)
         state = state.roll(v_width, 1).expand(len(v), heads, -1, -1)
         _, maps = rule(k, k, values, *factors, documents, state)
         by_piece = maps.unflatten(0, (-1, len(self.part.piece_indices)))  # type: ignore[no-untyped-call]
+        # Second call: from the states before the pieces, (rows, pieces, heads, K, V).
         incoming = self._gather_and_compute_states_before_pieces(by_piece, v_width)
         mixed, _ = rule(q, k, v, *factors, documents, incoming.flatten(0, 1))
         return mixed.reshape(inputs[2].shape)

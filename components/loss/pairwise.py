@@ -146,7 +146,11 @@ class ReferencedLoss(PairwiseLoss):
 
 
 def sum_by_answer(values: Tensor, documents: Tensor) -> Tensor:
-    """Sum values (rows, length) over the tokens in every answer: float64 (rows, pairs, 2), 0 for missing answers."""
+    """
+    Sum values (rows, length) over the tokens in every answer: float64 (rows, pairs, 2), 0 for missing answers.
+
+    `documents` are document ids, int (rows, length): pair p has the documents 2 p (chosen) and 2 p + 1 (rejected).
+    """
     rows, length = values.shape
     # A row has at most as many documents as tokens; counting the documents would wait for the GPU.
     slots = length + length % 2

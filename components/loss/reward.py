@@ -50,6 +50,7 @@ class ScoreHead(nn.Module):
                 weight = read_score_head(self.folder, self.outputs, self.weight.shape[1]).to(
                     self.weight.device, self.weight.dtype
                 )
+                # With FSDP the parameter is a DTensor, and takes this rank's slice of the whole weight.
                 self.weight.copy_(convert_tensors(distribute_like(SCORE, self.weight), {SCORE: weight})[SCORE])
 
     def forward(self, hidden: Tensor) -> Tensor:

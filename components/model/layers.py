@@ -192,7 +192,11 @@ class _Chunked:
     def map_logits(
         self, function: Callable[..., Tensor], hidden: Tensor, *tensors: Tensor, max_bytes: int = 2**28
     ) -> Tensor:
-        """Apply `function` to logits for hidden (..., hidden_size), `max_bytes` at a time: one number per token."""
+        """
+        Apply `function` to logits for hidden (..., hidden_size), `max_bytes` at a time.
+
+        It returns a number per token, (tokens,), or several, (tokens, n); the result is (...) or (..., n).
+        """
         size = max(1, max_bytes // (self.vocab_size * torch.float32.itemsize))
         shape = hidden.shape[:-1]
         flat = [tensor.flatten(0, len(shape) - 1) for tensor in (hidden, *tensors)]

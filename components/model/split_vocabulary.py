@@ -111,7 +111,11 @@ def _compute_all_logits(layer: SplitEmbedding | SplitHead, hidden: Tensor) -> Te
 
 
 def replace_by_split_layers(module: nn.Module, split: NewTokenSplit) -> nn.Module:
-    """Change the classes of a module's embeddings and heads, with `split.rows` rows, to split ones; return it."""
+    """
+    Change the classes of a module's embeddings and heads to split ones, and register the split's parameters.
+
+    Their weights keep `split.rows` rows. Returns the module.
+    """
     for name, layer in module.named_modules():
         if type(layer) is Embedding:
             layer.__class__ = SplitEmbedding

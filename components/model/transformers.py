@@ -167,7 +167,7 @@ class Transformers(FolderModel):
     def forward_flops(self, span: LayerRange | None = None) -> ForwardFlops:
         span = span or LayerRange.of_whole_model(self.num_hidden_layers)
         module = self._build_on_meta(span)
-        shapes = dict(module.named_parameters())
+        shapes = dict(module.named_parameters())  # a parameter that modules share is here once
         by_parameter = {
             name: 2.0 * shapes[name].numel() * self._estimate_parameter_uses(name, shapes[name], role)
             for name, role in parameter_roles(module)

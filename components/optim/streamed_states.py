@@ -209,7 +209,11 @@ class StreamedStep:
         found_inf: Tensor | None = None,
         factors: Tensor | None = None,
     ) -> None:
-        """Update all weights and their state in place. The arguments are those of AdamwEager.step; scalars (6,)."""
+        """
+        Update all weights and their state in place. The arguments are those of AdamwEager.step; scalars (6,).
+
+        `scalars`, `counter`, `found_inf` and `factors` are the same for all weights, so every piece gets them whole.
+        """
         flat = [grad.reshape(-1) for grad in grads]
         for piece, stepper in zip(self.stream.stream_pieces(), self._steppers, strict=True):
             parts = [flat[part.number][part.start : part.stop] for part in piece.ranges]

@@ -22,7 +22,7 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 @attrs.frozen(eq=False)
 class ContextPart:
-    """This rank's tokens in a row: `token_indices` are their indices in the row, int64 (tokens,)."""
+    """This rank's tokens in a row, a `RowPart`: `token_indices` are their indices in the row, int64 (tokens,)."""
 
     token_indices: Tensor
     group: Group
@@ -55,14 +55,15 @@ class ContextPart:
         def wait() -> Tensor:
             pending.wait()
             pieces = gathered.unflatten(2, (len(self.piece_indices), -1))  # type: ignore[no-untyped-call]
-            return torch.cat([pieces[rank, :, number] for rank, number in self.list_places(others=True)], 1)
+            return torch.cat([pieces[rank, :, number] for rank, number in self.list_piece_owners(others_only=True)], 1)
 
         return wait
 
     def start_summing_for_owners(self, others: Tensor) -> Callable[[], Tensor]:
-        places = self.list_places(others=True)
-        pieces = others.unflatten(1, (len(places), -1))  # type: ignore[no-untyped-call]
-        own, pending = self.group.start_reduce_scatter(self.arrange_by_rank(pieces, places))
+        owners = self.list_piece_owners(others_only=True)
+        pieces = others.unflatten(1, (len(owners), -1))  # type: ignore[no-untyped-call]
+        # Summed over ranks; this rank adds zeros to its own pieces: (rows, own pieces, a piece's tokens, ...).
+        own, pending = self.group.start_reduce_scatter(self.arrange_by_rank(pieces, owners))
 
         def wait() -> Tensor:
             pending.wait()
@@ -70,21 +71,21 @@ class ContextPart:
 
         return wait
 
-    def arrange_by_rank(self, pieces: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
-        """Return pieces (rows, pieces, ...) by rank, (size, rows, a rank's pieces, ...), with zeros at other places."""
+    def arrange_by_rank(self, pieces: Tensor, owners: Sequence[tuple[int, int]]) -> Tensor:
+        """Return pieces (rows, pieces, ...) by owner: (size, rows, a rank's pieces, ...), zeros for missing pieces."""
         arranged = pieces.new_zeros(self.group.size, len(pieces), len(self.piece_indices), *pieces.shape[2:])
-        for piece, (rank, number) in enumerate(places):
+        for piece, (rank, number) in enumerate(owners):
             arranged[rank, :, number] = pieces[:, piece]
         return arranged
 
-    def list_places(self, others: bool = False) -> list[tuple[int, int]]:
-        """Return a row's pieces in order, or only other ranks', each as its rank and its number among that rank's."""
+    def list_piece_owners(self, others_only: bool = False) -> list[tuple[int, int]]:
+        """Return (rank, number among the rank's pieces) for a row's pieces in order, or only for other ranks'."""
         size, tokens = self.group.size, len(self.token_indices)
         indices = {rank: _compute_piece_indices(size, rank, tokens) for rank in range(size)}
-        if others:
+        if others_only:
             del indices[self.group.rank]
-        places = {piece: (rank, number) for rank, own in indices.items() for number, piece in enumerate(own)}
-        return [places[piece] for piece in sorted(places)]
+        owners = {piece: (rank, number) for rank, own in indices.items() for number, piece in enumerate(own)}
+        return [owners[piece] for piece in sorted(owners)]
 
 
 class _Gather(torch.autograd.Function):
@@ -99,7 +100,7 @@ class _Gather(torch.autograd.Function):
             return emulate_collective(own, shape, "all_gather", "context", size)
         gathered = part.group.gather(own)
         # Without an index on the device, whose copy would wait.
-        return torch.stack([gathered[rank, :, number] for rank, number in part.list_places()], 1)
+        return torch.stack([gathered[rank, :, number] for rank, number in part.list_piece_owners()], 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -107,7 +108,7 @@ class _Gather(torch.autograd.Function):
         if grad.is_meta:
             shape = grad.shape[0], grad.shape[1] // size, *grad.shape[2:]
             return emulate_collective(grad, shape, "reduce_scatter", "context", size), None
-        return part.group.reduce_scatter(part.arrange_by_rank(grad, part.list_places())), None
+        return part.group.reduce_scatter(part.arrange_by_rank(grad, part.list_piece_owners())), None
 
 
 def _compute_piece_indices(size: int, rank: int, tokens: int) -> tuple[int, ...]:

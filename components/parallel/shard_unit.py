@@ -62,7 +62,7 @@ class StartedGather:
 
 @torch.no_grad()
 def cast_and_pad(slices: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Return flat slices with these sizes in a dtype, copied only if necessary."""
+    """Return flat slices with these sizes in a dtype, copied only if necessary; padding is not initialised."""
     flat = [part.view(-1) for part in slices]
     copied = [index for index, part in enumerate(flat) if part.numel() < sizes[index] or part.dtype != dtype]
     if copied:

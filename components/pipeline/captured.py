@@ -218,7 +218,11 @@ class MicrobatchGraphs:
         return self._replay_backward("backward_input", grads)
 
     def _replay_backward(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
-        """Launch a backward graph by name with output gradients (any shapes), and return the input gradients."""
+        """
+        Launch a backward graph by name, and return the input gradients.
+
+        `grads` are the gradients of the outputs, with any shapes; None for losses, and for weight gradients.
+        """
         if grads is not None:
             _copy_tree_into(self._grads, grads)
         recorded = self._passes[name]

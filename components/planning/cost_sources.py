@@ -254,9 +254,11 @@ class UnitCosts(CostSource):
         costs = self.given.divide_by_stages(stages_per_rank)
         if not recompute:
             return costs
+        # (stages,): the forward time that the backward pass repeats.
         again = costs.forward * np.array([estimate_recomputed_forward_fraction(policy) for policy in recompute])
-        zeros = np.zeros_like(again)
+        zeros = np.zeros_like(again)  # (stages,), to repeat a number for every stage
         columns = [costs.forward + zeros, costs.backward + again, costs.backward_input + again]
+        # Columns are ordered like OPS: F, B, I, W.
         return CostTable(**attrs.asdict(costs), lengths=np.stack([*columns, costs.backward_weight + zeros], axis=1))
 
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:

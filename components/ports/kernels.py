@@ -8,10 +8,7 @@ from torch import Tensor
 from drawloom.components.ports.model import KeyValueCache, StorageFormat, VocabularyPart
 from drawloom.graph import port
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.results import NormAndSum, PermutedRows, RowPart, TokenLosses
-
-Routes = tuple[Tensor, Tensor, Tensor]
-"""Routing tables: rows by choice, choices by row, and row ends by expert; see Kernels."""
+from drawloom.kernels.results import NormAndSum, PermutedRows, Routes, RowPart, TokenLosses
 
 PeerTensors = tuple[Sequence[Tensor], Tensor]
 """One tensor for each rank of a group, in rank order, of equal shape and dtype; and int64 (ranks,), their addresses."""

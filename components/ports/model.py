@@ -279,9 +279,10 @@ class Head(Protocol):
         """
         Compute cross entropies by token, in nats, and the log-sum-exp over logits, without storing all logits.
 
-        hidden: (rows, length, hidden_size); targets: int64 (rows, length); weights: float32 (rows, length), loss
-        factors. Both results are (rows, length), at least float32, and differentiable in hidden and in the head's
-        parameters. The loss is 0 if the target is IGNORE_INDEX; the log-sum-exp is computed for all tokens.
+        hidden: (rows, length, hidden_size); targets: int64 (rows, length); weights: float32 (rows, length), factors by
+        which the losses are multiplied. Both results are (rows, length), at least float32, and differentiable in hidden
+        and in the head's parameters. The loss is 0 if the target is IGNORE_INDEX; the log-sum-exp is computed for all
+        tokens, without weights.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

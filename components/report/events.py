@@ -60,7 +60,7 @@ class RunLog:
     running: bool = False
     step: int = 0
     total: int = 0
-    _time: str = ""
+    _alive_at: str = ""  # when the newest process was last known to run, for the event of its kill
     _in_header: bool = False
 
     def update_from_line(self, line: str) -> None:
@@ -83,7 +83,7 @@ class RunLog:
             # only a failure of the run itself ends it, not an error of a tracker, for example
             self.running &= not (level == "ERROR" and logger == "drawloom.distributed")
         if self.running and logger == "drawloom.run":  # other messages may be the next process's, before its header
-            self._time = time
+            self._alive_at = time
 
     def _update_from_run_message(self, time: str, text: str) -> None:
         """Update the events with an INFO line from the run: a step, start, resume, stop or end."""
@@ -119,7 +119,9 @@ class RunLog:
         """Add the newest process's kill, because it did not log its end."""
         self.running = False
         where = f"the last line in the log is of step {self.step}" if self.step else "it was before the first step"
-        self._add_event(self._time, "killed", f"killed, or failed with an error that only the terminal shows; {where}")
+        self._add_event(
+            self._alive_at, "killed", f"killed, or failed with an error that only the terminal shows; {where}"
+        )
 
     def add_training_end(self, time: str, step: int) -> None:
         """Add the training's end after this step, because the report is written before the log contains the end."""

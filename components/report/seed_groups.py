@@ -80,7 +80,7 @@ class SeedGroup:
         values = np.stack(
             [np.asarray(column.values)[np.searchsorted(np.asarray(column.steps), steps)] for column in known]
         )
-        return thin_values_to_curve(steps, values.mean(0), max_points, values.min(0), values.max(0))
+        return thin_values_to_curve(steps, values.mean(0), max_points, low=values.min(0), high=values.max(0))
 
 
 def group_runs_by_settings(runs: Sequence[RunRecord]) -> list[SeedGroup]:

@@ -69,7 +69,7 @@ class StageRollouts:
         "whether log-probabilities have the bits of the training pass; slow without `kernels.batch_invariant`",
         default=False,
     )
-    _copy: Group = internal(None)
+    _model_group: Group = internal(None)  # ranks that together have the whole model once
     _version: int = internal(0)
     _runs_ahead: bool = internal(False)
     _reports_draws: bool = internal(False)
@@ -91,9 +91,9 @@ class StageRollouts:
 
     def open(self) -> None:
         """Connect the ranks that sample the same rows."""
-        self._copy = self.mesh.group("pipeline", "tensor")
+        self._model_group = self.mesh.group("pipeline", "tensor")
         self._reports_draws = self.mesh.indices.tensor == 0  # ranks along `tensor` have the same logits
-        self._runs_ahead = self.device.device.type == "cuda" and self._copy.size == 1
+        self._runs_ahead = self.device.device.type == "cuda" and self._model_group.size == 1
 
     def update_weights(self, purpose: str, step: int) -> None:
         """Note the version: the stages have the current weights."""
@@ -183,7 +183,7 @@ class StageRollouts:
         if turns is None or not rows:  # the same rows have ended on all ranks with them
             return
         keys, sampled = prompts.keys[rows].tolist(), [tokens[row, known[row] : ends[row]].tolist() for row in rows]
-        messages = run_on_rank0(self._copy, lambda: turns.continue_rows(keys, sampled))
+        messages = run_on_rank0(self._model_group, lambda: turns.continue_rows(keys, sampled))
         yield from ((row, message) for row, message in zip(rows, messages, strict=True) if message is not None)
 
     def _start_draw(
@@ -199,39 +199,51 @@ class StageRollouts:
         last_ids: Tensor | None = None,
     ) -> "PendingDraw":
         """
-        Start to draw an id per row for `position` at a temperature, `scale`. A collective.
+        Start to draw an id per row for `position` at a temperature, `scale` () on the device. A collective.
 
-        `last_ids`, int64 (rows,) on the device, stand for the column of `tokens` before it.
+        `tokens`, int64 (rows, length), are known before `position`; `starts`, int64 (rows,), are the first positions of
+        the rows' current turns. `last_ids`, int64 (rows,) on the device, stand for the column of `tokens` before
+        `position`. A pass computes tokens that are not in the cache, or, without a cache, whole rows.
         """
         first, last = (0, tokens.shape[1]) if cache is None else (cache.length, position)
         window = tokens[:, first:last] if last_ids is None else last_ids[:, None]
-        places = torch.arange(first, last, device=window.device).expand(len(tokens), -1)
-        context = TokenContext(places, torch.zeros_like(window), cache=cache, one_document_per_row=cache is None)
+        positions = torch.arange(first, last, device=window.device).expand(len(tokens), -1)
+        context = TokenContext(positions, torch.zeros_like(window), cache=cache, one_document_per_row=cache is None)
         counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
         uniforms = self._start_upload(draw_uniform_by_counter(seed, counters))
         draw = _Draw(uniforms, scale, self.exact and cache is not None)
         finish: Finish = draw
-        if cache is None:  # the pass is over whole rows
+        if cache is None:
             finish = partial(_draw_and_recompute, draw=draw, tokens=tokens, starts=starts, position=position)
         outputs: dict[int, Tensor] = {}
         self.model.infer_microbatches([(window, context)], outputs.__setitem__, finish)
-        layers = torch.tensor([0, 0] if cache is None else [cache.cached_layer_count, cache.has_states])
-        self._copy.sum(layers)
-        if self.exact and cache is not None and (layers[1] or not layers[0]):
+        if cache is not None:
+            self._end_cached_pass(cache, window.shape[1])
+        # Ranks without the result add zeros in `_wait_for_draw`.
+        result = outputs[0] if outputs and self._reports_draws else torch.zeros(len(tokens), 3, dtype=torch.float64)
+        return PendingDraw(result, HostCopy.start({"drawn": result}))
+
+    def _end_cached_pass(self, cache: KeyValueCache, length: int) -> None:
+        """
+        End a pass over `length` tokens per row. A collective.
+
+        Raises UserError on all ranks if draws must be exact, and the cache has recurrent states, or nothing.
+        """
+        layers = torch.tensor([cache.cached_layer_count, cache.has_states])
+        self._model_group.sum(layers)  # a rank has the layers of its own stages
+        if self.exact and (layers[1] or not layers[0]):
             raise UserError(
                 "exact rollouts need a model whose layers all use the cache for keys and values; "
                 'write use = "kernels.auto" in the kernels',
                 exit_code=2,
             )
-        if cache is not None and layers[0]:  # a plugin's model may not use the cache
-            cache.end_pass(window.shape[1])
-        result = outputs[0] if outputs and self._reports_draws else torch.zeros(len(tokens), 3, dtype=torch.float64)
-        return PendingDraw(result, HostCopy.start({"drawn": result}))
+        if layers[0]:  # a plugin's model may not use the cache
+            cache.end_pass(length)
 
     def _wait_for_draw(self, pending: "PendingDraw") -> Tensor:
         """Return ids, log-probabilities and entropies: float64 (rows, 3). A collective."""
         drawn = pending.copy.read()["drawn"]
-        self._copy.sum(drawn)
+        self._model_group.sum(drawn)
         if not drawn.isfinite().all():
             raise UserError("no completion can be sampled: the model's logits are not finite; lower the learning rate")
         return drawn

@@ -16,6 +16,7 @@ from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.stages.initial_values import InitialValues
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource
+from drawloom.components.weights.dequantized import TextTensors
 from drawloom.components.weights.load import fill_module, open_and_check_folder, persistent_tensors
 from drawloom.components.weights.mapper import select_outputs
 from drawloom.ports import (
@@ -82,7 +83,8 @@ class GraftedParts(StageFeature):
             new = self.find_new(whole)
             # A file may join a new parameter with others.
             kept = {name for group in self._mapper.groups if new.isdisjoint(group.outputs) for name in group.inputs}
-            replaced = [name for name in open_safetensors_folder(self.folder).specs() if name not in kept]
+            named = {*self._mapper.inputs, *self._mapper.ignored}
+            replaced = [name for name in self._text_names if name in named and name not in kept]
             yield f"{len(persistent_tensors(whole)) - len(new)} tensors of {self.folder}"
             yield f"new: {_count_by_part(new)}"
             yield f"replaced: {_count_by_part(replaced)}"
@@ -112,18 +114,25 @@ class GraftedParts(StageFeature):
         return any(fnmatchcase(name, pattern) for pattern in self.new)
 
     @cached_property
-    def _mapper(self) -> Mapper:
-        """The mapper from the folder to the parameters that are not new."""
+    def _text_names(self) -> Collection[str]:
+        """Names of the folder's tensors; a multimodal model's text tensors have the names of a text model."""
         assert self.folder is not None
+        return TextTensors(open_safetensors_folder(self.folder), self.model.hugging_face_mapper().outputs).specs()
+
+    @cached_property
+    def _mapper(self) -> Mapper:
+        """The mapper from the folder to the parameters that are not new; it ignores the tensors of replaced parts."""
         whole = self.model.hugging_face_mapper().inverse()
         mapper = select_outputs(whole, [name for name in whole.outputs if not self.is_new(name)])
-        layers = {_find_prefix(name, parts=0) for name in filter(self.is_new, whole.outputs)} - {""}
-        kept = {_find_prefix(name, parts=1) for name in mapper.inputs}
+        changed_layers = {_find_prefix(name, parts=0) for name in filter(self.is_new, whole.outputs)} - {""}
+        kept_parts = {_find_prefix(name, parts=1) for name in mapper.inputs}
         drawn = {*whole.inputs} - {*mapper.inputs}
+        # A part has another name in the folder if, for example, a delta net is new in place of attention.
         replaced = [
             name
-            for name in open_safetensors_folder(self.folder).specs()
-            if name in drawn or (_find_prefix(name, parts=0) in layers and _find_prefix(name, parts=1) not in kept)
+            for name in self._text_names
+            if name in drawn
+            or (_find_prefix(name, parts=0) in changed_layers and _find_prefix(name, parts=1) not in kept_parts)
         ]
         return attrs.evolve(mapper, ignored=(*whole.ignored, *replaced))
 

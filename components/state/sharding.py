@@ -81,12 +81,12 @@ def _shard_node(value: Any, choose_spec: ChooseSpec, count: int, path: str) -> l
 
 
 def _join_microbatch_nodes(values: list[Any], choose_spec: ChooseSpec, path: str) -> Any:
-    """Join one node's values from all microbatches."""
+    """Join one node's values, one by microbatch: leaves by their spec, trees with equal children child by child."""
     spec = choose_spec(values[0])
     children = [_list_children_unless_leaf(value, spec) for value in values]
     if children[0] is None and not any(children):
         return _unshard_leaf(values, spec, path)
-    rows = [dict(entries or ()) for entries in children]
+    rows = [dict(labelled or ()) for labelled in children]  # children by access expression, such as `.name`
     if children[0] is not None and (other := next((row for row in rows if row.keys() != rows[0].keys()), None)):
         names = ", ".join(sorted(other.keys() ^ rows[0].keys()))
         raise _make_error(

@@ -247,7 +247,7 @@ class PeftFormat:
 
     @property
     def _joined_layers(self) -> list[JoinedLayer]:
-        """The adapted linear layers, joined as in transformers or single."""
+        """Transformers' linear layers with an adapted part. One may join several of our layers, such as q, k and v."""
         joined, adapted = [], dict(find_adapted_layers(self.whole))
         for group in self.module_mapper.groups:
             names = [name.removesuffix(".weight") for name in group.inputs]

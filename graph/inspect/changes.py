@@ -56,6 +56,7 @@ class _Comparison:
     graph: Graph
 
     def find_changes(self) -> Iterator[RecipeChange]:
+        """Yield added and removed nodes, nodes with another component, and other nodes' changed keys."""
         for name in {**self.old, **self.new}:
             old, new = self.old.get(name), self.new.get(name)
             if old is None or new is None:

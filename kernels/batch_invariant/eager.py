@@ -131,6 +131,7 @@ def cut_cross_entropy_with_padded_rows(
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
     missing = -len(flat) % MIN_ROWS
     tokens, flat = F.pad(tokens, (0, 0, 0, missing)), F.pad(flat, (0, missing), value=cut.ignore_index)
+    # A chunk has a multiple of the tile's tokens; its words matter only to a filter.
     losses, lse = cut_cross_entropy_eager(tokens, weight, flat, replace(cut, tile=(MIN_ROWS, 1)))
     count = targets.numel()
     return reshape_and_weight_losses((losses[:count], lse[:count]), targets, token_weights)

@@ -91,7 +91,8 @@ def _multiply_decayed_pairs(left: Tensor, right: Tensor, g: Tensor, ids: Tensor)
     Return left_i . right_j, decayed from j to i, for tokens i after j in the same document, and 0 elsewhere: (...,
     chunk, chunk).
 
-    left (..., chunk, K), right and g (rows, heads, chunks, chunk, K), ids (rows, 1, chunks, chunk).
+    left (..., chunk, K), right and g (rows, heads, chunks, chunk, K), ids (rows, 1, chunks, chunk); chunk is a power
+    of two.
     """
     # products (..., chunk / size, size, size) are the finished diagonal blocks; a round joins two and two, and `across`
     # is the lower left quarter of the joined block.

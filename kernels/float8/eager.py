@@ -14,8 +14,9 @@ from torch import Tensor
 
 from drawloom.kernels.gates.eager import compute_swiglu_gradients, swiglu_eager, swiglu_halves_eager
 from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager
-from drawloom.kernels.moe.eager import Routes, gather_rows_by_choice
+from drawloom.kernels.moe.eager import gather_rows_by_choice
 from drawloom.kernels.operation import upcast
+from drawloom.kernels.results import Routes
 from drawloom.kernels.rms_norm.eager import rms_norm_eager
 
 E4M3 = torch.float8_e4m3fn
@@ -214,7 +215,7 @@ class Float8Kernels:
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> ScaledRows:
         """Quantize weights (outputs, inputs) by rows: data (all outputs, inputs) and scale (all outputs,)."""
-        rows = self.quantize_rows(torch.cat([*weights]), False)
+        rows = self.quantize_rows(torch.cat([*weights]), transposed=False)
         return ScaledRows(rows.data, rows.scale)
 
     def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
@@ -223,7 +224,7 @@ class Float8Kernels:
 
     def quantize_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
         """Fill `rows` with the elements, scales and transposed copy of weights (outputs, inputs)."""
-        for target, source in zip(rows, self.quantize_rows(torch.cat([*weights]), True), strict=True):
+        for target, source in zip(rows, self.quantize_rows(torch.cat([*weights]), transposed=True), strict=True):
             target.copy_(source)
 
     def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
@@ -246,9 +247,10 @@ class Float8Kernels:
 
         With row_scale (tokens,), also quantize grad * row_scale[:, None] by columns.
         """
-        data, scale, empty = self.quantize_rows(torch.cat([*grads], 1).float() * factor, False)
+        data, scale, _ = self.quantize_rows(torch.cat([*grads], 1).float() * factor, transposed=False)
         if row_scale is None:
-            return QuantizedGradient(data, scale, empty.view(0, 0), scale.new_empty(0))
+            return QuantizedGradient(data, scale, data.new_empty(0, 0), scale.new_empty(0))
+        # The columns' scales divide by the factor, which the rows contain.
         shifted = data.float() * (scale * row_scale)[:, None]
         column_scale = compute_power_of_two_scales(shifted.abs().amax(0))
         return QuantizedGradient(data, scale, _transpose_rows((shifted / column_scale).to(E4M3)), column_scale / factor)
@@ -263,7 +265,7 @@ class Float8Kernels:
         """Apply `norm` to x + residual, or to x, and quantize it by rows."""
         summed = x if residual is None else (x + residual).to(x.dtype)
         normed = self.norm(summed, weight, eps, zero_centered)
-        return NormedRows(normed, summed, self.quantize_rows(normed.detach().flatten(0, -2), False))
+        return NormedRows(normed, summed, self.quantize_rows(normed.detach().flatten(0, -2), transposed=False))
 
     def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         """
@@ -320,7 +322,7 @@ class Float8Kernels:
     def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> ScaledRows:
         """Quantize silu(gate) * up * probability by rows, where `gate_and_up` (rows, 2 * width) is gate and up."""
         gate, up = gate_and_up.float().chunk(2, -1)
-        return ScaledRows._make(self.quantize_rows(swiglu_eager(gate, up, probabilities.float()), False)[:2])
+        return ScaledRows._make(self.quantize_rows(swiglu_eager(gate, up, probabilities.float()), transposed=False)[:2])
 
     def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
@@ -331,7 +333,7 @@ class Float8Kernels:
         (gate, up), wide = gate_and_up.float().chunk(2, -1), upcast(grad)
         grad_probabilities = (swiglu_eager(gate, up) * wide).sum(-1).to(probabilities.dtype)
         gradients = compute_swiglu_gradients(wide * probabilities.float().unsqueeze(-1), gate, up)
-        data, scale, _ = self.quantize_rows(torch.cat(gradients, 1), False)
+        data, scale, _ = self.quantize_rows(torch.cat(gradients, 1), transposed=False)
         return QuantizedSwigluGradient(data, scale, grad_probabilities)
 
     def prepare_outer_product_factors(

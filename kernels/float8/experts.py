@@ -29,9 +29,9 @@ from drawloom.kernels.float8.linear import (
     choose_float8_kernels,
     get_or_quantize_input,
 )
-from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.operation import once_differentiable
 from drawloom.kernels.recompute.marks import call_recomputable_in_autograd_function
+from drawloom.kernels.results import Routes
 
 
 def experts_float8(
@@ -143,7 +143,7 @@ class _ExpertsFloat8(Function):
         gate_and_up, inner, inner_scale, ends, dest_row, source_choice = rest
         kernels: Float8Kernels = ctx.kernels
         needs_x, needs_probabilities, needs_first, needs_second, *_ = ctx.needs_input_grad
-        tokens = ScaledRows(*kernels.quantize_rows(grad.reshape(-1, grad.shape[-1]), False)[:2])
+        tokens = ScaledRows(*kernels.quantize_rows(grad.reshape(-1, grad.shape[-1]), transposed=False)[:2])
         rows, top_k = tokens, 1
         if dest_row is not None:
             top_k = max(dest_row.shape[1], 1)
@@ -203,7 +203,7 @@ def pack_weights(weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
     """
     kernels = choose_float8_kernels(weights[0].device)
     rows = [
-        kernels.quantize_rows(weight.view(-1, width), False)
+        kernels.quantize_rows(weight.view(-1, width), transposed=False)
         for weight, width in zip(weights, widths, strict=True)
         if width
     ]
@@ -217,7 +217,7 @@ def pack_weights(weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 def unpack_weights(messages: Tensor, outputs: Sequence[Tensor], widths: Sequence[int]) -> None:
     """
     Fill outputs, bfloat16 (ranks, n), from all ranks' messages, uint8 (ranks, bytes), by `pack_weights` with the same
-    `widths`: plain weights, then float8 elements, then an exponent byte per row.
+    `widths`: plain weights (with width 0), then float8 elements, then an exponent byte per row, then padding.
     """
     quantized = [(output, width) for output, width in zip(outputs, widths, strict=True) if width]
     plain = [output for output, width in zip(outputs, widths, strict=True) if not width]
@@ -229,6 +229,7 @@ def unpack_weights(messages: Tensor, outputs: Sequence[Tensor], widths: Sequence
         output.copy_(next(parts).view(output.dtype))
     element_parts = [next(parts) for _ in quantized]
     for (output, width), elements, exponents in zip(quantized, element_parts, parts, strict=True):
+        # A power of two has only an exponent: its bits are the number.
         scale = (exponents.to(torch.int16) << MANTISSA_BITS[torch.bfloat16]).view(torch.bfloat16)
         shape = len(output), -1, width
         torch.mul(elements.view(E4M3).to(torch.bfloat16).view(shape), scale.unsqueeze(2), out=output.view(shape))

@@ -37,9 +37,9 @@ from drawloom.kernels.float8.eager import (
     count_padded_columns,
 )
 from drawloom.kernels.grouped_gemm.triton import locate_tile_rows
-from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.moe.triton import sum_rows_and_gather_scalars
 from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.results import Routes
 from drawloom.kernels.rms_norm.triton import RmsNorm, allocate_norm, launch_forward, norm_rows, rms_norm_triton
 from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.primitives import (

@@ -776,13 +776,20 @@ def _backward(
     inverse: Tensor,
     written: Tensor,
 ) -> None:
+    """
+    Fill `grads`: the gradients of q, k, v, g, beta and state.
+
+    `grad` is the results' gradient, and `grad_state` the last state's. `decays`, `inverse` and `written` are the
+    forward pass's other results, see `_allocate_forward`.
+    """
     if not v.shape[:3].numel():
         if state is not None:
             grads[5].copy_(grad_state)
         return
     sizes = ChunkSizes.from_keys_and_values(k, v)
     grad, q, k, v, beta, ids = (x.contiguous() for x in (grad, q, k, v, beta, ids))
-    constants, ends = sizes.constants, (sizes.length, sizes.chunks)
+    constants = sizes.constants
+    counts = sizes.length, sizes.chunks  # every kernel's last arguments
     by_channel, decayed, scores = _is_by_channel(g), DecayedKeys(q, k, k, decays), None
     if by_channel:
         decayed, scores = DecayedKeys.compute(q, k, g, ids, before, sizes), decays
@@ -794,19 +801,19 @@ def _backward(
     grad_decays = None if by_channel else torch.empty_like(decays)
     state = None if state is None else state.contiguous()
     multiply_keys_by_inverse[(sizes.chunk_head_count,)](
-        *(decayed.k, beta, inverse, decayed.sums, ids, before, keys, *ends),
+        *(decayed.k, beta, inverse, decayed.sums, ids, before, keys, *counts),
         **{name: constants[name] for name in ("HEADS", "GROUPS", "K", "BK", "PRECISION")},
         BY_CHANNEL=by_channel,
     )
     carry_states[(sizes.key_parts * cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
-        *(decayed.k_to_end, written, decayed.sums, ids, before, state, states, None, *ends),
+        *(decayed.k_to_end, written, decayed.sums, ids, before, state, states, None, *counts),
         **{**constants, "BK": MIN_BLOCK},
         BY_CHANNEL=by_channel,
         BACK=False,
         num_stages=4,
     )
     compute_gradients_within_chunks[(sizes.chunk_head_count,)](
-        *(grad, q, k, written, decayed.sums, ids, scores, grad_written, grad_scores, grad_decays, *ends),
+        *(grad, q, k, written, decayed.sums, ids, scores, grad_written, grad_scores, grad_decays, *counts),
         **{**constants, "BV": sizes.wide_tile_columns},
         num_stages=2,
         **sizes.limit_registers_for_small_tiles(168),
@@ -814,7 +821,7 @@ def _backward(
     block = sizes.columns_per_carry_tile
     carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(grad, grad_state.contiguous(), decayed.q, decayed.k_to_end, keys, decayed.sums, ids, before, grad_written),
-        *(grad_states, grads[5] if state is not None else None, *ends),
+        *(grad_states, grads[5] if state is not None else None, *counts),
         **{**constants, "BV": block},
         BY_CHANNEL=by_channel,
         num_warps=4 if block < MIN_BLOCK else 8,
@@ -822,7 +829,7 @@ def _backward(
     )
     compute_system_gradients[(sizes.chunk_head_count,)](
         *(k, v, beta, inverse, written, grad_written, decayed.sums, ids, grads[2], grad_pairs, grad_factors),
-        *(grad_decays, *ends),
+        *(grad_decays, *counts),
         **constants,
         BY_CHANNEL=by_channel,
         num_stages=2,
@@ -841,19 +848,19 @@ def _backward(
     else:
         parts, part_decays = {**constants, "BK": MIN_BLOCK}, torch.empty_like(part_factors)
         compute_query_gradients[(sizes.chunk_head_count // sizes.groups * sizes.key_parts,)](
-            *(grad, q, k, states, grad_scores, decays, ids, before, part_decays, grads[0], *ends),
+            *(grad, q, k, states, grad_scores, decays, ids, before, part_decays, grads[0], *counts),
             **parts,
             num_stages=3 if sizes.itemsize == 2 else 2,
             **sizes.limit_registers_for_small_tiles(128),
         )
         compute_key_gradients[(sizes.chunk_head_count * sizes.key_parts,)](
-            *(q, k, beta, *gradients, part_decays, part_factors, grad_k, *ends),
+            *(q, k, beta, *gradients, part_decays, part_factors, grad_k, *counts),
             **parts,
             num_stages=1,  # with more, tiles would be overwritten while products read them
             **sizes.limit_registers_for_small_tiles(168),
         )
         sum_g_and_beta_gradients_kernel[(sizes.chunk_head_count,)](
-            *(part_decays, part_factors, grad_decays, grad_factors, ids, grads[3], grads[4], *ends),
+            *(part_decays, part_factors, grad_decays, grad_factors, ids, grads[3], grads[4], *counts),
             HEADS=sizes.heads,
             PARTS=sizes.key_parts,
             num_warps=1,

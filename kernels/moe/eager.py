@@ -10,32 +10,17 @@ summing by token are backward passes for one another.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.operation import accumulation_dtype, as_new_alias, once_differentiable, upcast
-from drawloom.kernels.results import PermutedRows
+from drawloom.kernels.results import PermutedRows, Routes
 
 DROPPED = -1
 """Expert index of a dropped choice, which is not computed, and row of such a choice."""
-
-
-class Routes(NamedTuple):
-    """
-    Routing tables, int32. A choice is one of a token's `top_k` experts; every choice has a row unless it is dropped.
-
-    `dest_row` (tokens, top_k): the choice's row, or -1. `source_choice` (tokens * top_k,): the row's choice, as token *
-    top_k + the index among the token's choices, or -1. `offsets` (experts,): the end of the expert's rows; expert 0
-    begins at row 0. If the host knows how many rows there are, `source_choice` may be cut to that length: its length is
-    the row count.
-    """
-
-    dest_row: Tensor
-    source_choice: Tensor
-    offsets: Tensor
 
 
 def moe_routes_eager(expert_indices: Tensor, num_experts: int) -> Routes:

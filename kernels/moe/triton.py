@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.moe.eager import DROPPED, PeerTensors, Routes
+from drawloom.kernels.moe.eager import DROPPED, PeerTensors
 from drawloom.kernels.operation import once_differentiable, register_kernel
-from drawloom.kernels.results import PermutedRows
+from drawloom.kernels.results import PermutedRows, Routes
 from drawloom.kernels.triton.primitives import (
     cache_launches,
     cdiv,
@@ -249,7 +249,12 @@ def _copy_tokens_to_rows(
     count: int,
     weighted: bool,
 ) -> None:
-    """Copy tokens to their choices' rows, times probabilities if `weighted`; `others` are rows, too."""
+    """
+    Copy tokens to their choices' rows, times probabilities if `weighted`. Results are as in `_allocate_copied_rows`.
+
+    x (tokens, hidden_size), others (count, hidden_size), probabilities and dest_row (tokens, top_k), offsets
+    (experts,). A product is the dot product of a token with its choice's row in `others`, the probability's gradient.
+    """
     rows, row_scalars, products = results
     if not dest_row.numel():
         return

@@ -158,7 +158,7 @@ class _RoundedTensor(SavedTensor):
 
     def __init__(self, tensor: Tensor, kernels: RowKernels) -> None:
         with torch.no_grad():
-            rows = kernels.quantize_rows(tensor.detach().reshape(-1, tensor.shape[-1]), False)
+            rows = kernels.quantize_rows(tensor.detach().reshape(-1, tensor.shape[-1]), transposed=False)
         self._data, self._scale, self._kernels = KeptTensor(rows.data), KeptTensor(rows.scale), kernels
         self._shape, self._dtype = tensor.shape, tensor.dtype
         self._value: Tensor | None = None

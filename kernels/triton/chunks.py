@@ -276,15 +276,20 @@ class ChunkSizes(NamedTuple):
         return self.itemsize * max(MIN_BLOCK, next_power_of_2(self.width)) <= 256
 
     @property
+    def has_small_tiles(self) -> bool:
+        """Return whether tiles have 16-bit elements and at most 128 key channels; others would be spilled."""
+        return self.itemsize == 2 and self.fits_several_chunks
+
+    @property
     def columns_per_carry_tile(self) -> int:
         """
-        Return the columns in a sequential kernel's tile.
+        Return the columns of a state that one program of a sequential kernel computes.
 
-        Wide tiles read keys less often, but a few rows need narrow ones to occupy all multiprocessors.
+        Wide tiles, with MIN_BLOCK columns, read keys less often; a few rows need narrow ones, with half as many, to
+        occupy all multiprocessors.
         """
         programs = self.rows * self.heads * cdiv(self.v_width, MIN_BLOCK)
-        has_small_tiles = self.itemsize == 2 and self.fits_several_chunks
-        return MIN_BLOCK if has_small_tiles and programs >= self.multiprocessors else MIN_BLOCK // 2
+        return MIN_BLOCK if self.has_small_tiles and programs >= self.multiprocessors else MIN_BLOCK // 2
 
     @property
     def wide_tile_columns(self) -> int:
@@ -307,7 +312,7 @@ class ChunkSizes(NamedTuple):
 
     def limit_registers_for_small_tiles(self, count: int) -> dict[str, int]:
         """Return the launch option for at most `count` registers, unless tiles are large and would be spilled."""
-        return limit_registers(count) if self.itemsize == 2 and self.fits_several_chunks else {}
+        return limit_registers(count) if self.has_small_tiles else {}
 
     @property
     def constants(self) -> dict[str, Any]:

@@ -173,10 +173,11 @@ def rows_are_sorted_by_expert(kernels: Kernels) -> None:
     """A choice has a row in the range of its expert, with the token and the choice's probability."""
     x, probabilities = _random_tensor(4, 8), _random_tensor(4, 2)
     routes = kernels.moe_routes(CHOICES, 3)
-    expect(routes[2].tolist() == ENDS, f"the rows of experts end at {routes[2].tolist()}, not at {ENDS}")
+    ends = routes.offsets.tolist()
+    expect(ends == ENDS, f"the rows of experts end at {ends}, not at {ENDS}")
     rows, chances = kernels.moe_permute(x, probabilities, routes)
     for token, choice in (CHOICES >= 0).nonzero().tolist():
-        row, expert = int(routes[0][token, choice]), int(CHOICES[token, choice])
+        row, expert = int(routes.dest_row[token, choice]), int(CHOICES[token, choice])
         expect([0, *ENDS][expert] <= row < ENDS[expert], f"a choice of expert {expert} has row {row}")
         _expect_close(rows[row], x[token])
         _expect_close(chances[row], probabilities[token, choice])
@@ -196,8 +197,8 @@ def rows_are_summed_by_token(kernels: Kernels) -> None:
 def a_dropped_choice_needs_no_row(kernels: Kernels) -> None:
     """Routes that end after the choices that are not dropped produce and add exactly as many rows."""
     x, probabilities = _random_tensor(4, 8), _random_tensor(4, 2)
-    dest, source, ends = kernels.moe_routes(CHOICES, 3)
-    routes = dest, source[: ENDS[-1]], ends
+    routes = kernels.moe_routes(CHOICES, 3)
+    routes = routes._replace(source_choice=routes.source_choice[: ENDS[-1]])
     rows, scale = kernels.moe_permute(x, probabilities, routes)
     expect((len(rows), len(scale)) == (ENDS[-1], ENDS[-1]), f"of {ENDS[-1]} choices, {len(rows)} rows are made")
     weights = ((CHOICES >= 0).double() * probabilities.double()).sum(1, keepdim=True)

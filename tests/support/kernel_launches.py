@@ -19,7 +19,7 @@ from drawloom.kernels.gradients.triton import scale_and_sum_squares_triton, sum_
 from drawloom.kernels.grouped_gemm import triton as grouped_gemm
 from drawloom.kernels.hyper_connections import triton as hyper_connections
 from drawloom.kernels.moe import triton as moe
-from drawloom.kernels.moe.eager import Routes
+from drawloom.kernels.results import Routes
 from drawloom.kernels.rms_norm import triton as rms_norm
 from drawloom.kernels.rope import triton as rope
 from drawloom.kernels.sampling.triton import draw_ids_triton

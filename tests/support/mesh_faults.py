@@ -342,7 +342,7 @@ FAULTS = [
         "rank_order",
         "gathered keys stay in the order of ranks",
         ("context",),
-        replace(ContextPart, "list_places", _keep_rank_order),
+        replace(ContextPart, "list_piece_owners", _keep_rank_order),
     ),
     SeededFault(
         "no_remote_gradient",

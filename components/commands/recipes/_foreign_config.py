@@ -1,5 +1,6 @@
 """Configuration files of other frameworks as a recipe: axolotl and TRL in YAML or arguments, torchtitan in TOML."""
 
+import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -61,22 +62,29 @@ def read_config(path: Path) -> ConfigJson:
         text = path.read_text("utf-8")
         if path.suffix == ".toml":
             return flatten_properties(tomli.loads(text))
-        if path.suffix in (".yaml", ".yml", ".json"):
-            return _read_yaml(text, path)
+        if path.suffix == ".json":
+            return _convert_numbers(json.loads(text), path)
+        if path.suffix in (".yaml", ".yml"):
+            return _convert_numbers(_read_yaml(text, path), path)
         return dict(_read_arguments(shlex.split(text.replace("\\\n", " "), comments=True)))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}; give a YAML or TOML file, or one with a command's arguments", 2) from error
 
 
-def _read_yaml(text: str, path: Path) -> ConfigJson:
+def _read_yaml(text: str, path: Path) -> Any:
+    """Return the value of a YAML text. Raises UserError if it is invalid, or without the package for YAML."""
     try:
         import yaml
     except ModuleNotFoundError as error:
         raise UserError("YAML needs the package pyyaml: pip install 'drawloom[yaml]'", 2) from error
     try:
-        values = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: {error}", 2) from error
+
+
+def _convert_numbers(values: Any, path: Path) -> ConfigJson:
+    """Return a file's keys and values, with numbers in place of texts with numbers. Raises UserError without keys."""
     if not isinstance(values, dict):
         raise UserError(f"{path} has no keys; give a configuration file", 2)
     return {str(key): _read_number(value) for key, value in values.items()}

@@ -49,14 +49,15 @@ class Windows(PackedRows):
         documents = select_trainable_documents(lengths, order)
         counts = count_windows(lengths[documents], self.length, self.window_stride)
         owners = np.repeat(documents, counts)
+        # A window's index within its document, times the stride.
         first = self.window_stride * (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts))
         last = np.minimum(first + self.length, lengths[owners])
-        by_row, in_row = pack_by_best_fit(np.arange(len(owners)), last - first, self.length, order)
+        windows, counts_by_row = pack_by_best_fit(np.arange(len(owners)), last - first, self.length, order)
         return WindowIndex(
-            documents=torch.from_numpy(owners[by_row].astype(np.int64)),
-            first=torch.from_numpy(first[by_row].astype(np.int64)),
-            last=torch.from_numpy(last[by_row].astype(np.int64)),
-            ends=torch.from_numpy(np.cumsum(in_row, dtype=np.int64)),
+            documents=torch.from_numpy(owners[windows].astype(np.int64)),
+            first=torch.from_numpy(first[windows].astype(np.int64)),
+            last=torch.from_numpy(last[windows].astype(np.int64)),
+            ends=torch.from_numpy(np.cumsum(counts_by_row, dtype=np.int64)),
         )
 
     def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:

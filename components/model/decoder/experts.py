@@ -211,7 +211,8 @@ class SparseMoeBlock(nn.Module):
 
     With `shared_expert_width`, the output of a feed-forward network that all tokens visit is added (Dai et al. 2024,
     DeepSeekMoE, arXiv 2401.06066), with `shared_gate` times the sigmoid of a number by token. Modules and parameters
-    carry the names of transformers 5.
+    carry the names of transformers 5; `router` and `shared` in the spec are such module names. With `latent_width`,
+    `LatentMoeBlock` projects tokens to the experts' channels and back.
     """
 
     router_class: ClassVar[type[Router]] = Router

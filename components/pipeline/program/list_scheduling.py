@@ -124,11 +124,11 @@ class _Queue:
     growth: float  # of memory by its input gradients
     limit: float  # of this stage's activations
     sum_limits: list[float]  # of the rank's activations up to this stage, and up to every later one
-    ready: list[float] = attrs.field(factory=list)
-    done: int = 0
-    feeds: "_Queue | None" = None
+    ready: list[float] = attrs.field(factory=list)  # times by microbatch, of those known so far
+    done: int = 0  # microbatches
+    feeds: "_Queue | None" = None  # of a microbatch's next action
     feeds_rank: int = -1
-    delay: float = 0.0
+    delay: float = 0.0  # of the message to `feeds_rank`
 
 
 @attrs.define(eq=False)
@@ -220,11 +220,9 @@ def _simulate_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]
 def _create_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]:
     """Return all ranks with queues, each linked to the queue its results feed."""
     owners, costs = task.stage_to_rank, task.costs
-    (due_forward, due_input), period = (
-        policy.compute_due_times(len(owners)),
-        task.busiest_rank_microbatch_time,
-    )
-    forwards, inputs = [], []
+    due_forward, due_input = policy.compute_due_times(len(owners))
+    period = task.busiest_rank_microbatch_time
+    forwards, input_gradients = [], []  # queues by stage
     local: list[list[int]] = [[] for _ in range(task.ranks)]
     for stage, owner in enumerate(owners):
         local[owner].append(stage)
@@ -244,13 +242,15 @@ def _create_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]:
             sum_limits=sum_limits,
         )
         forwards.append(new_queue(op=FORWARD, cost=forward, due=due_forward[stage] * period))
-        inputs.append(new_queue(op=BACKWARD_INPUT, cost=back, due=due_input[stage] * period))
-    for queue, successor in [*pairwise(forwards), (forwards[-1], inputs[-1]), *pairwise(reversed(inputs))]:
+        input_gradients.append(new_queue(op=BACKWARD_INPUT, cost=back, due=due_input[stage] * period))
+    # A microbatch's actions feed one another: forward passes from the first stage on, then input gradients back to it.
+    for queue, successor in pairwise([*forwards, *reversed(input_gradients)]):
         queue.feeds, queue.feeds_rank = successor, owners[successor.stage]
         queue.delay = costs.comm if owners[queue.stage] != owners[successor.stage] else 0.0
-    forwards[0].ready = [0.0] * task.microbatches
+    forwards[0].ready = [0.0] * task.microbatches  # no action precedes the first stage's
     rank_limit = task.limit * (1 + ROUNDING)
-    return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own), rank_limit) for own in local]
+    queues = list(zip(forwards, input_gradients, strict=True))
+    return [_Rank([q for stage in own for q in queues[stage]], [0.0] * len(own), rank_limit) for own in local]
 
 
 def _compute_activation_limits(

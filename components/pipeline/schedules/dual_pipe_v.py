@@ -30,12 +30,12 @@ class DualPipeV(OpCodeSchedule):
     in_vee: ClassVar[bool] = True
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
-        # The eight steps need 2 p microbatches; build_program drops the surplus.
+        # The eight steps need 2 * ranks microbatches; build_program drops the surplus.
         return _build_untrimmed_op_codes(rank, ranks, max(microbatches, 2 * ranks))
 
 
 def _build_untrimmed_op_codes(rank: int, ranks: int, microbatches: int) -> OpCodes:
-    """Return the op codes of rank r of p, for m microbatches, at least 2 p."""
+    """Return a rank's op codes for at least 2 * `ranks` microbatches."""
     half = rank + 1
     steady = [*overlap_op_codes(F0, B1), *overlap_op_codes(F1, B0)] * (microbatches - 2 * ranks + half)
     if rank == ranks - 1:

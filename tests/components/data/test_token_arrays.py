@@ -36,6 +36,13 @@ def test_the_fingerprint_is_of_everything() -> None:
     assert len({token_arrays.fingerprint for token_arrays in [same[0], *others]}) == 5
 
 
+def test_references_and_labels_have_different_fingerprints() -> None:
+    """Equal numbers for different uses are different data."""
+    documents = [np.array([1, 2])]
+    references = TokenArrays.concatenate(documents, np.uint16, references=[1.0])
+    assert references.fingerprint != TokenArrays.concatenate(documents, np.uint16, labels=[1.0]).fingerprint
+
+
 @pytest.mark.parametrize(("size", "width"), [(257, 2), (65_536, 2), (65_537, 4)])
 def test_ids_have_the_least_width(size: int, width: int) -> None:
     """Two bytes up to 65,536 ids, else four."""

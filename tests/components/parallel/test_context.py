@@ -54,7 +54,7 @@ def test_own_leaves_are_cut_by_their_specs() -> None:
 def _arrange(part: ContextPart, places: Tensor) -> Tensor:
     """Return all ranks' places in the order of the row's pieces."""
     by_rank = places.view(part.group.size, len(part.piece_indices), -1)
-    return torch.cat([by_rank[piece] for piece in part.list_places()])
+    return torch.cat([by_rank[piece] for piece in part.list_piece_owners()])
 
 
 def _gather_rows() -> tuple[Any, ...]:

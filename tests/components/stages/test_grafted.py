@@ -1,14 +1,15 @@
 """Surgery: a folder's model with new parts, and the recipe that heals it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from drawloom import Recipe, RecipeError
 from drawloom.components.export.hf_writer import write_hugging_face_folder
+from drawloom.components.model.gemma3 import Gemma3
 from drawloom.components.model.phi3 import Phi3
 from drawloom.components.stages.grafted import GraftedParts
 from drawloom.components.weights.load import persistent_tensors
@@ -78,6 +79,22 @@ def test_a_joined_tensor_with_a_new_part_is_replaced(tmp_path: Path) -> None:
     assert [*graft.describe_model(module, precision)][1:] == [
         "new: 2 in model.layers.*.self_attn",
         "replaced: 2 in model.layers.*.self_attn",
+    ]
+
+
+def test_the_text_part_of_a_multimodal_model_is_a_base(tmp_path: Path) -> None:
+    """Its tensors have nested names; other parts' tensors are neither read nor replaced."""
+    model = small(Gemma3)
+    module = whole(model)
+    write_hugging_face_folder(tmp_path, model, OneStage(module))
+    file = tmp_path / "model.safetensors"
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in load_file(file).items()}
+    save_file({**tensors, "model.vision_tower.weight": torch.ones(2)}, file)
+    graft, precision = GraftedParts(model=model, folder=tmp_path, new=["*.mlp.*"]), cast(Any, None)
+    graft.check_before_open()
+    assert [*graft.describe_model(module, precision)][1:] == [
+        "new: 6 in model.layers.*.mlp",
+        "replaced: 6 in model.layers.*.mlp",
     ]
 
 

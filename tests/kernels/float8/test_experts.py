@@ -12,9 +12,10 @@ from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.experts import CachedFloat8Experts, expert_rows_float8, experts_float8
 from drawloom.kernels.gates.eager import swiglu_halves_eager
 from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager
-from drawloom.kernels.moe.eager import Routes, moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.moe.eager import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
 from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
 from drawloom.kernels.recompute.selective import Selective
+from drawloom.kernels.results import Routes
 
 TOKENS, WIDTH, INNER, EXPERTS, TOP_K = 45, 32, 48, 6, 3
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.moe.eager import Routes, moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.moe.eager import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.results import Routes
 
 
 def case(tokens: int = 7, choices: int = 3, experts: int = 4, width: int = 5) -> tuple[Tensor, Tensor, Routes]:

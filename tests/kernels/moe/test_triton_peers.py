@@ -9,13 +9,13 @@ from torch import Tensor
 
 from drawloom.kernels.moe.eager import (
     PeerTensors,
-    Routes,
     moe_peers_eager,
     moe_permute_eager,
     moe_routes_eager,
     moe_unpermute_eager,
 )
 from drawloom.kernels.moe.triton import moe_peers_triton
+from drawloom.kernels.results import Routes
 from support.kernels import DEVICE, assert_close, dtypes, few
 from support.seeding import seeds
 

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.moe.eager import Routes, moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.moe.eager import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
 from drawloom.kernels.moe.triton import moe_permute_triton, moe_unpermute_triton
+from drawloom.kernels.results import Routes
 from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 

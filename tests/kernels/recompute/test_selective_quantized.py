@@ -11,10 +11,10 @@ from torch import Tensor
 from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.experts import experts_float8
 from drawloom.kernels.float8.linear import linear_float8, mlp_float8, rms_norm_float8
-from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.recompute.marks import accept_rounded_inputs
 from drawloom.kernels.recompute.saved_tensors import get_wrapper_of_saved_variable
 from drawloom.kernels.recompute.selective import Quantized
+from drawloom.kernels.results import Routes
 from support import pipelines
 from support.pipelines import assert_same_steps
 from support.processes import run_ranks

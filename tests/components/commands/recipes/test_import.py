@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from drawloom.components.commands.recipes._foreign_config import read_config
 from drawloom.graph.cli.main import main
 from drawloom.graph.project import Recipe
 from support.chat import tokenizer_folder
@@ -169,6 +170,13 @@ def test_rows_of_grpo_are_prompts(run_import: Import) -> None:
     assert result["unmapped"] == ["optim = 'lion_8bit'", "report_to = 'comet_ml'"]
     assert values["extends"] == "grpo" and values["vars"] == {"base": "base", "length": 512}
     assert values["batch"] == {"micro_size": 1, "global_size": 6} and values["rollout"] == {"group_size": 8}
+
+
+def test_json_configuration_may_be_indented_by_tabs(tmp_path: Path) -> None:
+    """JSON is read as JSON: YAML allows no tabs, and would read two halves of an emoji."""
+    config = {"model_name_or_path": "base", "learning_rate": 2e-4, "run_name": "😀", "per_device_train_batch_size": "4"}
+    (tmp_path / "sft.json").write_text(json.dumps(config, indent="\t"), "utf-8")
+    assert read_config(tmp_path / "sft.json") == config | {"per_device_train_batch_size": 4}
 
 
 @pytest.mark.parametrize(
