@@ -31,7 +31,7 @@ def find_own_name(name: str, known: Collection[str]) -> str | None:
     tables = read_foreign_names()
     if (value := find_own_component(name)) in known:
         return f"did you mean {value!r}?"
-    others = ("values", "defaults", "flavors", "choices")
+    others = ("values", "defaults", "recipes", "flavors", "choices")
     key_tables = [table for framework, table in tables.items() if framework not in others]
     own_keys = {foreign.rpartition(".")[2]: str(key) for table in key_tables for foreign, key in table.items()}
     target = own_keys.get(name, "").partition(" *")[0]  # "node.key * 100" without its factor

@@ -252,7 +252,10 @@ class HuggingFaceTokenizer:
             return self._encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        try:
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        except TypeError as error:
+            raise UserError("text: it contains half of a surrogate pair; remove it") from error
 
     @property
     def chat_templates(self) -> Mapping[str, str]:

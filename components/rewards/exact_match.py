@@ -15,6 +15,6 @@ class ExactMatch(ExpectedValueReward):
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         return [
-            float(answer.is_ended and answer.text.strip() == self.read_expected_text(answer).strip())
+            float(self.read_expected_text(answer).strip() == answer.text.strip() and answer.is_ended)
             for answer in answers
         ]

@@ -130,7 +130,8 @@ def import_config(config: Settings, framework: str, base: str | None, ranks: int
     names, defaults = tables[framework], tables["defaults"][framework]
     imported = Imported(framework, [base or _choose_base(config, framework)])
     lengths = [value for key, value in config.items() if names.get(key, "").startswith("trainer.")]
-    given = {**defaults, **config}
+    by_recipe = tables["recipes"].get(imported.extends[0], {}) if framework == "trl" else {}
+    given = {**defaults, **by_recipe, **config}
     for key, value in given.items():
         target, is_default = names.get(key), key not in config
         if is_default and str(target).startswith("trainer.") and any(length not in (None, -1) for length in lengths):
@@ -180,6 +181,9 @@ def _choose_base(config: Settings, framework: str) -> str:
     kind = str(config.get("rl") or ("dpo" if "beta" in config else "chat"))
     return kind if kind in ("dpo", "kto", "grpo") else "dpo" if kind in ("ipo", "orpo", "simpo") else "chat"
 
+
+WITH_TOKENS = ("chat", "dpo", "kto")
+"""Recipes with [tokens] in files, and with adapters."""
 
 REFERENCE_FREE = ("loss.orpo", "loss.simpo", "loss.cpo")
 
@@ -245,6 +249,9 @@ def _complete_training(imported: Imported, config: Settings) -> None:
     """Choose between steps and epochs, and add the trackers and an optimizer's state in 8 bits."""
     if "trainer.steps" in imported.values:  # of both, Trainer and axolotl take the steps
         imported.values.pop("trainer.epochs", None)
+    is_evaluated = imported.framework != "trl" or config.get("eval_strategy", "no") not in ("no", False)
+    if not is_evaluated and imported.extends[0] in WITH_TOKENS:
+        imported.set_value("tokens.validation_fraction", 0.0, "eval_strategy")
     reported = config.get("report_to") or []
     names = [reported] if isinstance(reported, str) else [*reported]
     for name in [*names, *(["wandb"] if "trackers.wandb.project" in imported.values else [])]:
@@ -281,6 +288,6 @@ def _choose_overlays(imported: Imported, config: Settings) -> None:
     adapter = config.get("adapter") or config.get("use_peft")
     if adapter == "qlora":
         imported.extends.append("with_nf4")
-    if not adapter and imported.extends[0] in ("chat", "dpo", "kto"):
+    if not adapter and imported.extends[0] in WITH_TOKENS:
         needs_reference = imported.extends[0] != "chat" and imported.values.get("loss.use") not in REFERENCE_FREE
         imported.extends.append("with_all_weights_and_reference" if needs_reference else "with_all_weights")

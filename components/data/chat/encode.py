@@ -3,7 +3,7 @@
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import (
     QUESTION,
     Rendered,
+    Span,
     Tools,
     check_messages,
     extend_answers_to_end_tokens,
@@ -100,9 +101,9 @@ def encode_message_alone(
     end = match_control_token_after(whole[:cut], whole, tokenizer.control_tokens)
     if end is not None and int(tokenizer.encode_with_control_tokens(whole[cut:end].lstrip())[-1]) in end_ids:
         cut = end
-    contents = {0: (span[0] - cut, span[1] - cut)} if (span := rendered.contents.get(2)) else {}
-    alone = Rendered(whole[cut:], rendered.messages[2:], (), contents)
-    return encode_rendered_conversation(tokenizer, alone, None).ids
+    message = Span(2, cut, len(whole), 1.0)
+    encoded = encode_rendered_conversation(tokenizer, attrs.evolve(rendered, text=whole, trained=(message,)), None)
+    return encoded.ids[encoded.weights > 0]
 
 
 def encode_rendered_conversation(tokenizer: ChatTokenizer, rendered: Rendered, tools: Tools) -> Encoded:
@@ -117,11 +118,12 @@ def encode_rendered_conversation(tokenizer: ChatTokenizer, rendered: Rendered, t
     cuts = {0, len(rendered.text)}
     cuts |= {cut for span in rendered.trained for cut in (span.first, span.last)}
     cuts |= {cut for span in forged for cut in span}
-    ids, weights = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+    ids, weights, before = [np.empty(0, np.int32)], [np.empty(0, np.float32)], ""
     for first, last in pairwise(sorted(cuts)):
         text = rendered.text[first:last]
         is_content = any(begin <= first and last <= end for begin, end in forged)
-        part_ids = tokenizer.encode(text) if is_content else tokenizer.encode_with_control_tokens(text)
+        part_ids = encode_after(before, text, tokenizer.encode if is_content else tokenizer.encode_with_control_tokens)
+        before = "" if forged else text
         weight = next((span.weight for span in rendered.trained if span.first <= first and last <= span.last), 0.0)
         ids.append(part_ids)
         weights.append(np.full(len(part_ids), weight, np.float32))
@@ -157,12 +159,23 @@ def _find_forged_control_spans(control: re.Pattern[str], rendered: Rendered, too
     return forged
 
 
+def encode_after(before: str, text: str, encode: Callable[[str], np.ndarray]) -> np.ndarray:
+    """
+    Encode a text that follows another one: int32 (tokens,).
+
+    Tokenizers like SentencePiece put a space before a text alone (Llama 2, Mistral), which is not in the whole text.
+    """
+    before_ids, whole_ids = encode(before), encode(before + text)
+    continues = np.array_equal(whole_ids[: len(before_ids)], before_ids)
+    return whole_ids[len(before_ids) :] if continues else encode(text)
+
+
 def encode_prompt_and_completion(tokenizer: ChatTokenizer, prompt: str, completion: str) -> Encoded:
     """
     Encode a prompt and its completion, both plain text, as a document; the completion and the end are trained.
     """
     prompt_ids = tokenizer.encode(prompt)
-    text_ids = np.concatenate([prompt_ids, tokenizer.encode(completion)])
+    text_ids = np.concatenate([prompt_ids, encode_after(prompt, completion, tokenizer.encode)])
     ids = complete_document(tokenizer, text_ids)
     weights = np.ones(len(ids), np.float32)
     weights[: len(tokenizer.prefix_ids) + len(prompt_ids)] = 0.0

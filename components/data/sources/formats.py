@@ -93,12 +93,17 @@ def get_text_field(value: object, field: str) -> str:
     text = value[field]
     if not isinstance(text, str):
         raise ValueError(f': field "{field}" is {_get_json_type_name(text)}; a document must be a string')
+    _check_surrogates(text, f'field "{field}"')
+    return text
+
+
+def _check_surrogates(text: str, name: str) -> None:
+    """Raise ValueError for half of a surrogate pair, which has no tokens."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         character = f"\\u{ord(text[error.start]):04x}"
-        raise ValueError(f': field "{field}" contains {character}, half of a surrogate pair; remove it') from error
-    return text
+        raise ValueError(f": {name} contains {character}, half of a surrogate pair; remove it") from error
 
 
 def _parse_line(line: bytes) -> object:
@@ -303,6 +308,8 @@ def _parse_json_object(line: bytes, position: str) -> dict[str, Any]:
     """Parse a line's JSON object. Raises UserError with the position."""
     try:
         row = _parse_line(line)
+        if rb"\ud" in line.lower():
+            _check_surrogates(json.dumps(row, ensure_ascii=False), "a text")
     except ValueError as error:
         raise UserError(f"{position}{error}") from error
     if not isinstance(row, dict):

@@ -172,6 +172,12 @@ def test_text_cannot_forge_an_end(tmp_path: Path) -> None:
     assert ids[0] == 0 and ids[-1] == 1
 
 
+def test_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
+    """A prompt with bytes that are not UTF-8 has such halves."""
+    with pytest.raises(UserError, match="half of a surrogate pair; remove it"):
+        open_tokenizer(write(tmp_path)).encode("hello \udcff")
+
+
 def test_vocab_size_is_above_the_highest_id(tmp_path: Path) -> None:
     """Added tokens count, and so do gaps in the numbering."""
     path = write(tmp_path)

@@ -6,6 +6,7 @@ import pytest
 
 from drawloom.components.data.text_files import TextFiles
 from drawloom.graph import UserError
+from drawloom.graph.project import Recipe
 
 
 def test_documents_of_both_splits_are_the_files(tmp_path: Path) -> None:
@@ -60,3 +61,10 @@ def test_empty_files_are_not_a_validation_split(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_text("text " * 9 if number == 5 else "")
     corpus = TextFiles(paths=[f"{tmp_path}/*.txt"], validation_fraction=0.5)
     assert any(corpus.documents("train")) and any(corpus.documents("validation"))
+
+
+def test_json_lines_are_named_in_a_warning() -> None:
+    """Their JSON would be trained as text; other files have no warning."""
+    values = {"vars": {"base": "base"}, "corpus": {"paths": ["a.txt", "b.jsonl.gz"]}}
+    problems = [str(problem) for problem in Recipe.load("finetune").with_values(values).graph.problems]
+    assert ["warning: [corpus] b.jsonl.gz is read as plain text" in problem for problem in problems] == [True]

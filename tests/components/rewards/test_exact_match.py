@@ -23,4 +23,4 @@ def test_exact_match_ignores_white_space_around_and_needs_the_end() -> None:
 def test_an_example_without_the_expected_text_is_named(example: dict[str, Any], message: str) -> None:
     """A reward with nothing to compare names the example's line."""
     with pytest.raises(UserError, match=re.escape(message)):
-        ExactMatch().scores([answer("x", **example)])
+        ExactMatch().scores([answer("x", is_ended=False, **example)])

@@ -170,6 +170,32 @@ def test_rows_of_grpo_are_prompts(run_import: Import) -> None:
     assert result["unmapped"] == ["optim = 'lion_8bit'", "report_to = 'comet_ml'"]
     assert values["extends"] == "grpo" and values["vars"] == {"base": "base", "length": 512}
     assert values["batch"] == {"micro_size": 1, "global_size": 6} and values["rollout"] == {"group_size": 8}
+    assert values["rollouts"] == {"max_tokens": 256} and values["optimizer"]["lr"] == 1e-6  # TRL's defaults
+
+
+@pytest.mark.parametrize(
+    ("config", "rate", "length", "fraction"),
+    [
+        ("num_train_epochs: 1", 2e-5, 1024, 0.0),
+        ("beta: 0.1\nmax_length: 300\neval_strategy: no", 1e-6, 300, 0.0),
+        ("beta: 0.1\neval_strategy: steps", 1e-6, 1024, None),
+    ],
+)
+def test_defaults_of_trl_are_written(
+    run_import: Import, config: str, rate: float, length: int, fraction: float | None
+) -> None:
+    """Without a value of its own a configuration has its trainer's rate and length, and holds nothing out."""
+    values = run_import("a.yaml", f"model_name_or_path: base\n{config}")["values"]
+    assert isinstance(values, dict) and values["optimizer"]["lr"] == rate and values["vars"]["length"] == length
+    assert values.get("tokens", {}).get("validation_fraction") == fraction
+    assert ("padded" in str(values.get("packing"))) is (values["extends"][0] == "chat")
+
+
+def test_defaults_of_axolotl_are_written(run_import: Import) -> None:
+    """Without a value of its own a configuration holds nothing out, and packs no rows."""
+    values = run_import("a.yaml", "base_model: base\nlearning_rate: 1e-4")["values"]
+    assert isinstance(values, dict) and values["tokens"] == {"validation_fraction": 0.0}
+    assert values["packing"]["use"] == "data.packing.padded" and values["vars"]["length"] == 512
 
 
 def test_json_configuration_may_be_indented_by_tabs(tmp_path: Path) -> None:

@@ -1,13 +1,19 @@
 """Conversations as token ids."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from drawloom.components.data.chat.encode import encode_conversation, encode_prompt_and_completion
+from drawloom.components.data.chat.encode import (
+    encode_conversation,
+    encode_message_alone,
+    encode_prompt_and_completion,
+)
 from drawloom.components.data.chat.template import ChatTemplate
-from support.chat import CHATML, open_tokenizer, say, tokenizer_folder
+from support.chat import BRACKETS, CHATML, CONTROL, open_tokenizer, say, tokenizer_folder
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +90,36 @@ def test_a_completion_is_trained_with_its_end(tokenizer: Any) -> None:
     """The prompt is not, and the end of text is one token."""
     row = encode_prompt_and_completion(tokenizer, "hello ", "there")
     assert trained_text(tokenizer, row) == "there</s>" and row.ids[-1] == tokenizer.eos_id
+
+
+@pytest.fixture
+def spaced(tmp_path: Path) -> Any:
+    """Return a tokenizer in the style of Llama 2, which puts a space before every text."""
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["?", "▁", *"abcdef", *CONTROL])}, "?"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens(CONTROL)
+    tokenizer_folder(tmp_path)
+    made.save(str(tmp_path / "tokenizer.json"))
+    return open_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("template", [CHATML, BRACKETS], ids=["chatml", "brackets"])
+def test_a_tokenizers_space_is_not_put_before_an_answer(spaced: Any, template: str) -> None:
+    """With a tokenizer that puts a space before texts, a conversation has the whole text's ids, as in transformers."""
+    template = template.replace("bos_token", "'<s>'").replace("eos_token", "'</s>'")
+    row = encode_chat(spaced, say("a", "b", "d", "e f"), template)
+    process = ChatTemplate({"default": template})
+    text = process.render_messages(say("a", "b", "d", "e f"))
+    process.close()
+    assert row.ids.tolist() == spaced.encode_with_control_tokens(text).tolist() and not row.straddles
+    pair = encode_prompt_and_completion(spaced, "a b", " c")
+    assert pair.ids[:-1].tolist() == spaced.encode("a b c").tolist() and pair.weights.tolist() == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_a_tokenizers_space_is_not_put_before_a_message_after_an_answer(spaced: Any) -> None:
+    """The ids between two answers are the whole text's, too."""
+    template = ChatTemplate({"default": CHATML.replace("<|im_end|>", "")})
+    ids = encode_message_alone(spaced, template, say("a")[0], frozenset())
+    template.close()
+    assert ids.tolist() == spaced.encode_with_control_tokens("?\n<|im_start|>user\na\n<|im_start|>assistant\n")[2:].tolist()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from drawloom.components.data.sources import formats
 from drawloom.components.data.sources.documents import iterate_texts
 from drawloom.components.data.sources.files import find_files
-from drawloom.components.data.sources.formats import split_json_lines_files
+from drawloom.components.data.sources.formats import read_json_lines_or_table_rows, split_json_lines_files
 from drawloom.graph import UserError
 
 
@@ -51,3 +51,14 @@ def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
     path.write_text('{"text": "some text"}\n', "utf-8-sig")
     with pytest.raises(UserError, match=r"a\.jsonl:1: begins with a byte order mark; save the file as UTF-8 without"):
         list(iterate_texts(split_json_lines_files(find_files([str(path)]), "text")))
+
+
+@pytest.mark.parametrize("escaped", [r"\ud83d", r"\uDC00"])
+def test_half_a_surrogate_pair_in_a_message_is_named(tmp_path: Path, escaped: str) -> None:
+    """A conversation's line is refused by its number; both halves together are a character."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"content": ["\\ud83d\\ude00"]}}\n{{"content": ["{escaped}"]}}\n')
+    lines = read_json_lines_or_table_rows([str(path)])
+    assert next(lines).row == {"content": ["\N{GRINNING FACE}"]}
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: a text contains \{escaped.lower()}, half of a surrogate pair"):
+        next(lines)
