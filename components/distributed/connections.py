@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import attrs
+import torch
 import torch.distributed as dist
 
 from drawloom import internal
@@ -173,13 +174,15 @@ class Connections:
 
     def call_until_broken(self, function: Callable[[], Any], seconds: float = 0.0) -> Any:
         """
-        Call a function in a helper thread, and return its result; it may wait for ranks.
+        Call a function in a helper thread with this thread's inference mode, and return its result.
 
-        Raises RuntimeError if the function still waits `seconds` after the connections are broken.
+        The function may wait for ranks. Raises RuntimeError if it waits for `seconds` after the connections broke.
         """
         settled = threading.Event()
         self._waiting.add(settled)
-        call = self._helpers.start(function, settled)
+        # gloo's waits copy some results, and only a thread in inference mode may write to its tensors
+        in_same_mode = torch.inference_mode(torch.is_inference_mode_enabled())(function)
+        call = self._helpers.start(in_same_mode, settled)
         while not (self.is_broken or call.is_done):
             settled.wait()
         end = time.monotonic() + seconds

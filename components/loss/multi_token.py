@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP): extra layers predict further tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from drawloom.ports import (
     Mesh,
     SplitModel,
     TensorGroup,
+    TensorSlice,
     TokenBatch,
     TokenContext,
     embeds_on_every_rank,
@@ -115,9 +116,9 @@ class MultiToken(NextToken):
     """
     Cross entropy for the next token and, by extra layers on the last hidden states, for `depth` tokens after it.
 
-    Embedding and head are the model's. The extra layers are trained in `precision.parameter`, whole on every rank.
-    Exports have them if published folders of the model's family do (DeepSeek, GLM, Qwen3-Next, Qwen3.5). Beside the
-    sums in `loss.next_token` there is `further_cross_entropy`, a mean over depths.
+    Embedding and head are the model's. The extra layers are trained in `precision.parameter`; every rank has them, with
+    its part of the experts. Exports have them if published folders of the model's family do (DeepSeek, GLM, Qwen3-Next,
+    Qwen3.5). Beside the sums in `loss.next_token` there is `further_cross_entropy`, a mean over depths.
     """
 
     model: LanguageModel
@@ -180,19 +181,27 @@ class MultiToken(NextToken):
             raise UserError(f"{text}; leave layers out to begin with random ones", 2)
         return source
 
-    def _fill_module(self, path: str, owner: nn.Module, reset: Callable[[], None] | None) -> None:
+    def _fill_module(
+        self, path: str, owner: nn.Module, shapes: Mapping[str, torch.Size], reset: Callable[[], None] | None
+    ) -> None:
         """Fill a module in the extra layers from the folder, or like the model's, seeded by torch's generator."""
         if reset is not None:
             reset()
         if self.layers is None:
             for name, parameter in owner.named_parameters(recurse=False) if ".layer." in path else ():
-                self.model.initialize_parameter(
-                    f"{path.partition('.layer.')[2]}.{name}", parameter, torch.initial_seed()
-                )
+                rank_slice, inner = self._get_rank_slice(parameter, shapes[name]), path.partition(".layer.")[2]
+                self.model.initialize_parameter(f"{inner}.{name}", parameter, torch.initial_seed(), rank_slice)
             return
         own = {f"{LOSS}.{path}.{name}": tensor for name, tensor in owner.state_dict().items() if "." not in name}
         for name, tensor in stream_converted_tensors(self._source, select_outputs(self._mapper.inverse(), own)):
-            own[name].copy_(tensor)
+            own[name].copy_(tensor[self._get_rank_slice(own[name], tensor.shape).index()])
+
+    def _get_rank_slice(self, tensor: Tensor, shape: torch.Size) -> TensorSlice:
+        """Return this rank's slice of a parameter of this shape: some of the experts, or the whole parameter."""
+        if tensor.shape == shape:
+            return TensorSlice.whole(tuple(shape))
+        start = self.mesh.indices.expert * tensor.shape[0]
+        return TensorSlice(tuple(shape), (start, *[0] * (len(shape) - 1)), tuple(tensor.shape))
 
     @cached_property
     def module(self) -> nn.Module | None:
@@ -207,7 +216,8 @@ class MultiToken(NextToken):
         # model's layers.
         for path, owner in module.named_modules():
             reset = owner.reset_parameters if isinstance(owner, BufferOwner) else None
-            owner.reset_parameters = partial(self._fill_module, path, owner, reset)
+            shapes = {name: tensor.shape for name, tensor in owner.named_parameters(recurse=False)}
+            owner.reset_parameters = partial(self._fill_module, path, owner, shapes, reset)
         return module
 
     def count_forward_flops(self, model: CountsFlops) -> ForwardFlops:

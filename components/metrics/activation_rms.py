@@ -11,7 +11,7 @@ from drawloom.components.metrics.pass_sums import PassSums
 from drawloom.components.state.trees import list_leaves
 from drawloom.ports import BatchContext, Mesh, MetricTotals, MetricValues, Stages, Step, TokenContext
 
-LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")
+LAYER = re.compile(r"^(?!loss\.)(?:.*\.)?layers\.(\d+)$")  # a loss may have layers of its own
 
 
 @component(impact="safe")

@@ -10,7 +10,7 @@ from drawloom import UserError, component, internal, setting
 from drawloom.components.metrics.pass_sums import PassSums
 from drawloom.ports import ExpertRouter, Mesh, MetricTotals, MetricValues, Stages, Step, Value, find_routers
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+LAYER = re.compile(r"^(?!loss\.)(?:.*\.)?layers\.(\d+)\.")  # a loss may have layers of its own
 
 
 @component(impact="safe")
@@ -85,5 +85,5 @@ class ExpertLoad(PassSums):
 
 def _layer_number_or_path(path: str) -> str:
     """Return a router's layer number, or its whole path outside numbered layers."""
-    match = LAYER.search(f"{path}.")
+    match = LAYER.match(f"{path}.")
     return match[1] if match else path

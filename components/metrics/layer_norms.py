@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drawloom import component, internal
 from drawloom.ports import Accumulator, Mesh, MetricTotals, MetricValues, Parameters, Step
 
-LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
+LAYER = re.compile(r"^(?:(loss)\.|(?:.*\.)?layers\.(\d+)\.)")  # a loss may have layers of its own
 
 
 @component(reads=("gradients",), impact="safe")
@@ -19,7 +19,7 @@ class LayerNorms:
     `grad_norm/<layer>` and `weight_norm/<layer>`: 2-norms over a layer's parameters, on all stages.
 
     A phase, between clipping and the optimizer, and a metric. Layers are numbered as in the whole model; other
-    parameters have their module's name: `embed_tokens`, `norm`, `lm_head`.
+    parameters have their module's name: `embed_tokens`, `norm`, `lm_head`, or `loss`.
     """
 
     parameters: Parameters
@@ -81,6 +81,6 @@ class LayerNorms:
 def layer_number_or_module_name(parameter_name: str) -> str:
     """Return the layer number in a parameter's name, or its module's name: `norm` for `model.norm.weight`."""
     if match := LAYER.match(parameter_name):
-        return match[1]
+        return match[1] or match[2]
     parts = parameter_name.split(".")
     return parts[-2] if len(parts) > 1 else parameter_name

@@ -118,6 +118,15 @@ def test_a_descriptor_reused_since_the_sockets_were_listed_stays_open(monkeypatc
         assert unrelated.send(b"open") == 4 and accepted[1].recv(4) == b"open"
 
 
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_wait_can_write_to_tensors_of_inference_mode(mode: bool) -> None:
+    """An operation's wait runs in the caller's inference mode: a reduce-scatter of gloo writes its result there."""
+    with torch.inference_mode(mode):
+        output = torch.zeros(1)
+        Connections().call_until_broken(lambda: output.add_(1))
+    assert float(output) == 1
+
+
 def test_communicators_are_aborted_once_in_another_thread() -> None:
     """The thread that breaks the connections, which sends heartbeats, does not wait for an abort in progress."""
     may_end, threads = threading.Event(), []

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,12 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from drawloom import Recipe, RecipeError
+from drawloom.components.distributed.planned import PlannedGroup
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.loss.multi_token import MultiToken
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
+from drawloom.components.parallel.split_experts import split_experts
 from drawloom.components.ports.data import TokenBatch
+from drawloom.components.ports.distributed import PerDimension
+from drawloom.components.stages.initial_values import allocate_and_fill_parameters
 from drawloom.components.storage.tensor_source import TensorSpec
 from drawloom.components.weights.load import compute_group_output_specs, persistent_tensors
 from support.adapted import OneStage
@@ -227,6 +232,39 @@ def write_by_hand(kind: Any, folder: Path) -> set[str]:
         new |= {"mtp.fc.weight": torch.randn(24, 48), **{f"mtp.{name}.weight": torch.randn(24) for name in outer}}
     save_file(tensors | {name: tensor.clone() for name, tensor in new.items()}, folder / "model.safetensors")
     return {*new}
+
+
+@attrs.frozen
+class ExpertMesh(SingleRankMesh):
+    """The mesh of one of two ranks that partition the experts."""
+
+    rank: int = 0
+
+    @property
+    def indices(self) -> PerDimension:
+        return attrs.evolve(PerDimension.of_first_rank(), expert=self.rank)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_expert_ranks_begin_with_slices_of_the_same_experts(is_read: bool, tmp_path: Path) -> None:
+    """Drawn or read from a folder, the extra layer's experts on two ranks are together those of one process."""
+    layers = tmp_path / "base" if is_read else None
+    write_by_hand(DeepseekV3, tmp_path / "base")
+    model = small(DeepseekV3, **SPARSE_SIZES | {"num_experts": 4, "vocab_size": 260} | LATENT)
+    filled = []
+    for ranks, mesh in ((1, ExpertMesh()), *((2, ExpertMesh(rank=rank)) for rank in (0, 1))):
+        loss = MultiToken(model=model, mesh=mesh, layers=layers)
+        loss.check_before_open()
+        module: Any = loss.module
+        split_experts(module, PlannedGroup(tuple(range(ranks)), mesh.rank))
+        allocate_and_fill_parameters("loss", module, torch.device("cpu"), seed=3)
+        filled.append(persistent_tensors(module))
+    whole_tensors, *parts = filled
+    split = {name for name, tensor in whole_tensors.items() if tensor.shape != parts[0][name].shape}
+    assert split and all(".experts." in name for name in split)
+    for name, tensor in whole_tensors.items():
+        joined = torch.cat([part[name] for part in parts]) if name in split else parts[1][name]
+        assert torch.equal(joined, tensor), name
 
 
 @pytest.mark.parametrize("kind", [DeepseekV3, Qwen3Next, Qwen35Moe])

@@ -58,6 +58,15 @@ def test_all_microbatches_of_a_step_count_alike_and_no_evaluation(one_rank: Any,
     assert measure(metric, Step(2, 2)) == dict.fromkeys(expected)
 
 
+def test_layers_of_the_loss_are_not_layers_of_the_model(one_rank: Any) -> None:
+    """A layer with the same number in the loss, as for multi-token prediction, changes no value."""
+    module = Layers([4])
+    module.loss = Layers([4])
+    metric = open_metric(one_rank, module)
+    module.loss(module(torch.ones(3, 2), of_tokens(3)), of_tokens(3))
+    assert measure(metric, Step(1, 1)) == pytest.approx({"activation_rms/4": 6.0})
+
+
 def test_replicas_count_by_their_tokens(one_rank: Any) -> None:
     """Two ranks with batches of different size have the root mean square over all; an infinite one is None."""
     modules = [Layers([4]), Layers([4])]

@@ -62,6 +62,17 @@ def test_values_cover_all_microbatches(one_rank: Any) -> None:
     assert measure(metric, Step(2, 2))["expert_imbalance/2"] is None  # each step begins anew
 
 
+def test_layers_of_the_loss_have_values_of_their_own(one_rank: Any) -> None:
+    """A layer with the same number in the loss, as for multi-token prediction, adds nothing to the model's layer."""
+    module = Layers(3)
+    module.loss = Layers(3)
+    metric = open_metric(one_rank, module)
+    module(torch.tensor([[[3.0, 2.0, 0.0, 0.0]]]))
+    module.loss(torch.tensor([[[0.0, 3.0, 2.0, 0.0], [0.0, 3.0, 2.0, 0.0], [3.0, 0.0, 0.0, 2.0]]]))
+    values = measure(metric, Step(1, 1))
+    assert values["expert_imbalance/3"] == 2 and values["expert_imbalance/loss.layers.3"] == pytest.approx(4 / 3)
+
+
 def test_ranks_add_up(one_rank: Any) -> None:
     """Two replicas have the values of both; without `by_expert` there are two values by layer."""
     modules = [Layers(0), Layers(0)]

@@ -55,8 +55,13 @@ def test_norms_cover_all_parameters_of_a_layer(one_rank: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "layer"),
-    [("model.layers.12.mlp.up_proj.weight", "12"), ("model.embed_tokens.weight", "embed_tokens"), ("scale", "scale")],
+    [
+        ("model.layers.12.mlp.up_proj.weight", "12"),
+        ("model.embed_tokens.weight", "embed_tokens"),
+        ("loss.0.layer.model.layers.12.mlp.up_proj.weight", "loss"),
+        ("scale", "scale"),
+    ],
 )
 def test_layers_are_named_as_people_number_them(name: str, layer: str) -> None:
-    """Layers have their number in the whole model, other parameters the name of their module."""
+    """Layers have their number in the whole model, a loss's are its own, others have their module's name."""
     assert layer_number_or_module_name(name) == layer
