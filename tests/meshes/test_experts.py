@@ -28,7 +28,7 @@ class MeshCases:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers: what schedules take, or without a pipeline one of each kind and a frozen one."""
+        """Return the number of layers: four for a pipeline, or else a frozen one, a dense one and one with experts."""
         ranks = math.prod(size for name, size in self.sizes.items() if name != "expert")
         return 3 if ranks == 4 else LAYERS
 
