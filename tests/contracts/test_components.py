@@ -596,7 +596,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return a corpus of small files."""
     folder = tmp_path_factory.mktemp("texts")
     for number in range(40):
-        (folder / f"{number}.txt").write_text(f"{number}: {LETTERS}", "utf-8")
+        (folder / f"{number}.txt").write_text(f"{number}: {LETTERS[:88]}", "utf-8")
     return {"use": "data.text_files", "validation_fraction": 0.2, "paths": [str(folder / "*.txt")]}
 
 

@@ -34,6 +34,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 SLOW = {
     *("commands", "components", "data", "families", "finetuning", "schedules"),
     *("distillation", "experiments", "plan", "pretraining", "recipes"),
+    *("evaluation", "gpus", "memory", "optimizers", "preferences", "report", "reward_models", "speed", "trackers"),
 }
 """Pages with minutes of programs between them, which `make soak` runs."""
 

@@ -151,21 +151,27 @@ def _observe_before(observer: Observer, use: str, values: dict[str, Any], folder
     return _before[key]
 
 
-@pytest.mark.parametrize(("use", "name"), sorted(set(settings()) - UNOBSERVED.keys()))
-def test_changed_setting_has_an_effect(
-    use: str, name: str, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+OBSERVED = sorted(set(settings()) - UNOBSERVED.keys())
+
+
+@pytest.mark.parametrize("use", sorted({use for use, _ in OBSERVED}))
+def test_changed_settings_have_effects(
+    use: str, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With another value of a setting, the component behaves differently."""
-    assert use in ROWS and name in ROWS[use].changes, f"write in ROWS how a change of {name!r} of {use!r} is observed"
+    """With another value of any of its settings, a component behaves differently."""
     monkeypatch.chdir(samples)
-    row = ROWS[use]
-    change = row.changes[name] if isinstance(row.changes[name], Change) else Change(row.changes[name])
-    values = {key: value for key, value in (row.base | change.given).items() if value is not None}
-    observer = change.observer or row.observer
-    before = _observe_before(observer, use, values, tmp_path)
-    after = observe(observer, use, values | {name.partition(".")[0]: change.value}, tmp_path / "after")
-    assert before != after, f"{name} = {change.value!r} in {use!r} changes nothing"
-    assert isinstance(after, Refusal) == change.refused, after
+    for name in (name for component, name in OBSERVED if component == use):
+        hint = f"write in ROWS how a change of {name!r} of {use!r} is observed"
+        assert use in ROWS and name in ROWS[use].changes, hint
+        folder, row = tmp_path / name, ROWS[use]
+        folder.mkdir()
+        change = row.changes[name] if isinstance(row.changes[name], Change) else Change(row.changes[name])
+        values = {key: value for key, value in (row.base | change.given).items() if value is not None}
+        observer = change.observer or row.observer
+        before = _observe_before(observer, use, values, folder)
+        after = observe(observer, use, values | {name.partition(".")[0]: change.value}, folder / "after")
+        assert before != after, f"{name} = {change.value!r} in {use!r} changes nothing"
+        assert isinstance(after, Refusal) == change.refused, f"{name} in {use!r}: {after}"
 
 
 def test_tables_name_only_existing_settings() -> None:

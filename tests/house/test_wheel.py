@@ -97,7 +97,7 @@ def check_first_run(environment: Path, folder: Path, *overrides: str) -> None:
     """Run `drawloom run first_run` in an empty folder and check that it succeeds and writes its files."""
     empty = folder / "empty"
     empty.mkdir()
-    variables = {"PATH": f"{environment / 'bin'}{os.pathsep}{os.defpath}", "HOME": str(folder)}
+    variables = {"PATH": f"{environment / 'bin'}{os.pathsep}{os.defpath}", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     command = ["drawloom", "run", "first_run", *overrides]
     done = subprocess.run(command, cwd=empty, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

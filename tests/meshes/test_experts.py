@@ -26,6 +26,12 @@ class MeshCases:
     cases: list[pipelines.Case]
     lengths: tuple[int, int] = (4, 1)
 
+    @property
+    def layers(self) -> int:
+        """Return the number of layers: four for a pipeline, or else a frozen one, a dense one and one with experts."""
+        ranks = math.prod(size for name, size in self.sizes.items() if name != "expert")
+        return 3 if ranks == 4 else LAYERS
+
 
 def schedule_cases(*names: str) -> list[pipelines.Case]:
     """Return one case per schedule."""
@@ -65,18 +71,23 @@ EIGHT_RANK_MESHES = [
 
 
 @cache
-def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
+def whole(case: pipelines.Case, lengths: tuple[int, int], layers: int) -> dict[str, Any]:
     """Return steps of a case in one process, where the schedule makes no difference."""
-    [steps] = pipelines.steps([("gpipe", *case[1:])], step_count=STEPS, layers=LAYERS, lengths=lengths, experts=EXPERTS)
+    [steps] = pipelines.steps([("gpipe", *case[1:])], step_count=STEPS, layers=layers, lengths=lengths, experts=EXPERTS)
     return steps
 
 
 @pytest.fixture(scope="module")
-def steps_on_meshes() -> list[list[list[dict[str, Any]]]]:
-    """Return four ranks' steps on every mesh, in shared processes because starting takes longer than the steps."""
-    meshes = [(mesh.cases, mesh.sizes, mesh.lengths) for mesh in MESHES]
-    common: Any = meshes, "cpu", pipelines.FLOAT64, STEPS, LAYERS, EXPERTS, ("none",), {}, 1
-    return run_ranks(pipelines.steps_on_meshes, 4, *common, timeout=240)
+def steps_on_meshes() -> dict[str, list[list[dict[str, Any]]]]:
+    """Return four ranks' steps by mesh, in shared processes because starting takes longer than the steps."""
+    steps_by_mesh: dict[str, list[list[dict[str, Any]]]] = {}
+    for layers in (3, LAYERS):
+        meshes = [mesh for mesh in MESHES if mesh.layers == layers]
+        work = [(mesh.cases, mesh.sizes, mesh.lengths) for mesh in meshes]
+        common: Any = work, "cpu", pipelines.FLOAT64, STEPS, layers, EXPERTS, ("none",), {}, 1
+        ranks = run_ranks(pipelines.steps_on_meshes, 4, *common, timeout=240)
+        steps_by_mesh |= {mesh_id(mesh): [rank[number] for rank in ranks] for number, mesh in enumerate(meshes)}
+    return steps_by_mesh
 
 
 def mesh_id(mesh: MeshCases) -> str:
@@ -87,20 +98,21 @@ def mesh_id(mesh: MeshCases) -> str:
 def assert_same_steps(mesh: MeshCases, ranks: list[list[dict[str, Any]]]) -> None:
     """Assert that every case's steps equal one process's to 1e-10."""
     for number, case in enumerate(mesh.cases):
-        pipelines.assert_same_steps([rank[number] for rank in ranks], whole(("gpipe", *case[1:]), mesh.lengths))
+        expected = whole(("gpipe", *case[1:]), mesh.lengths, mesh.layers)
+        pipelines.assert_same_steps([rank[number] for rank in ranks], expected)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
-def test_steps_match_one_process(mesh: MeshCases, steps_on_meshes: list[list[list[dict[str, Any]]]]) -> None:
+def test_steps_match_one_process(mesh: MeshCases, steps_on_meshes: dict[str, list[list[dict[str, Any]]]]) -> None:
     """Losses, norms, gradients and updated weights equal one process's in float64, to 1e-10."""
-    assert_same_steps(mesh, [rank[MESHES.index(mesh)] for rank in steps_on_meshes])
+    assert_same_steps(mesh, steps_on_meshes[mesh_id(mesh)])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", EIGHT_RANK_MESHES, ids=mesh_id)
 def test_eight_processes_match_one_process(mesh: MeshCases) -> None:
     """With sharded and replicated experts, and tensor ranks that share experts, steps equal one process's to 1e-10."""
-    common = mesh.sizes, "cpu", pipelines.FLOAT64, STEPS, LAYERS, mesh.lengths, EXPERTS
+    common = mesh.sizes, "cpu", pipelines.FLOAT64, STEPS, mesh.layers, mesh.lengths, EXPERTS
     assert_same_steps(mesh, run_ranks(pipelines.steps, 8, mesh.cases, *common, timeout=300))
 
 
@@ -108,7 +120,7 @@ def test_eight_processes_match_one_process(mesh: MeshCases) -> None:
 def test_expert_groups_across_replicas_match_one_process() -> None:
     """Steps equal one process's if the middle two of six ranks share experts across the border of two replicas."""
     mesh = MeshCases({"data_replicate": 2, "context": 3, "expert": 2}, [PLAIN], (6, 3))
-    common = mesh.sizes, "cpu", pipelines.FLOAT64, STEPS, LAYERS, mesh.lengths, EXPERTS
+    common = mesh.sizes, "cpu", pipelines.FLOAT64, STEPS, mesh.layers, mesh.lengths, EXPERTS
     assert_same_steps(mesh, run_ranks(pipelines.steps, 6, mesh.cases, *common, timeout=300))
 
 
@@ -116,8 +128,8 @@ def test_mixed_precision_matches_one_process() -> None:
     """With bfloat16 compute, experts have one process's gradients, whether FSDP shards them or they are only cast."""
     sizes: list[dict[str, int]] = [{"data_shard": 4, "expert": 2}, {"data_shard": 4, "expert": 4}]
     meshes: list[Any] = [([PLAIN], size, (4, 1)) for size in sizes]
-    [one] = pipelines.steps([PLAIN], {}, "cpu", pipelines.MIXED, 1, LAYERS, (4, 1), EXPERTS)
-    common = meshes, "cpu", pipelines.MIXED, 1, LAYERS, EXPERTS
+    [one] = pipelines.steps([PLAIN], {}, "cpu", pipelines.MIXED, 1, 3, (4, 1), EXPERTS)
+    common = meshes, "cpu", pipelines.MIXED, 1, 3, EXPERTS
     steps_on_meshes = run_ranks(pipelines.steps_on_meshes, 4, *common, timeout=120)
     for number in range(len(sizes)):
         ranks = [steps[number][0] for steps in steps_on_meshes]
@@ -130,21 +142,21 @@ def test_mixed_precision_matches_one_process() -> None:
 def test_recomputed_passes_exchange_tokens_again() -> None:
     """With recomputed blocks, steps by collectives and by shared memory equal one process's."""
     sizes = {"data_shard": 2, "expert": 2, "pipeline": 1}
-    common = "cpu", pipelines.FLOAT64, STEPS, LAYERS, (4, 1), EXPERTS, ["blocks"]
+    common = "cpu", pipelines.FLOAT64, STEPS, 3, (4, 1), EXPERTS, ["blocks"]
     ranks = run_ranks(pipelines.steps, 2, [PLAIN, SYMMETRIC], sizes, *common, timeout=120)
     for number, case in enumerate((PLAIN, SYMMETRIC)):
-        pipelines.assert_same_steps([rank[number] for rank in ranks], whole(case, (4, 1)))
+        pipelines.assert_same_steps([rank[number] for rank in ranks], whole(case, (4, 1), 3))
 
 
-def test_every_rank_holds_only_its_experts(steps_on_meshes: list[list[list[dict[str, Any]]]]) -> None:
+def test_every_rank_holds_only_its_experts(steps_on_meshes: dict[str, list[list[dict[str, Any]]]]) -> None:
     """A rank has its share of every layer's experts; if the mesh shards, ranks with the same experts have slices."""
-    for position, mesh in enumerate(MESHES):
+    for mesh in MESHES:
         if "expert" not in mesh.sizes:
             continue
         replica = math.prod(size for name, size in mesh.sizes.items() if name in ("data_shard", "context", "tensor"))
         sharers = math.lcm(replica, mesh.sizes["expert"])
         shards = mesh.sizes.keys() & {"data_shard", "context"}
-        for steps, *_ in (rank[position] for rank in steps_on_meshes):
+        for steps, *_ in steps_on_meshes[mesh_id(mesh)]:
             expert_weights = {name: part for name, part in steps["weights"].items() if ".experts." in name}
             assert expert_weights
             for name, part in expert_weights.items():

@@ -33,8 +33,13 @@ SCHEDULES = ("one_f_one_b", "interleaved_1f1b", "zero_bubble_1p", "zero_bubble_v
 # every family on every mesh.
 
 MESHES = [
-    MeshCases("shards", {"data_shard": 4}, [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "muon")]),
-    MeshCases("replicas", {"data_replicate": 4}, [("gpipe", 8, True, True, "tempered")]),
+    MeshCases(
+        "shards",
+        {"data_shard": 4},
+        [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "muon")],
+        layers=2,
+    ),
+    MeshCases("replicas", {"data_replicate": 4}, [("gpipe", 8, True, True, "tempered")], layers=2),
     MeshCases(
         "pipelines of replicas",
         {"data_replicate": 2},
@@ -43,7 +48,9 @@ MESHES = [
             ("one_f_one_b", 4, True, False, "starcoder2"),
         ],
     ),
-    MeshCases("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "muon")]),
+    MeshCases(
+        "replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "muon")], layers=2
+    ),
     MeshCases(
         "pipelines of shards",
         {"data_shard": 2},
@@ -65,6 +72,7 @@ MESHES = [
         {"data_replicate": 2, "data_shard": 2},
         [("gpipe", 8, True, True, "tempered")],
         settings={"sync_each_microbatch": True},
+        layers=2,
     ),
     MeshCases(
         "contexts of shards",
@@ -107,7 +115,7 @@ MESHES = [
         [("gpipe", 4, False, False, "nemotron_h")],
         layers=2,
     ),
-    MeshCases("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
+    MeshCases("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8), layers=2),
     MeshCases(
         "pipelines of contexts",
         {"context": 2},

@@ -52,6 +52,7 @@ def test_the_plugin_offers_the_testing_api_as_fixtures(tmp_path: Path) -> None:
     (tmp_path / "mean_loss.py").write_text(loss.replace("weights.double().sum()", "weights.double().mean()"), "utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.pytest_plugin", "."]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    alone = {"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the plugin may be installed
+    # The plugin may be installed.
+    alone = {"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
     assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout + done.stderr

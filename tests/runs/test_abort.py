@@ -51,7 +51,7 @@ def test_a_killed_rank_is_named_once(folder: Path, ranks: int, words: tuple[str,
     assert seconds < 5
 
 
-@pytest.mark.parametrize("words", [(), ("mesh.data_shard=3",)])
+@pytest.mark.parametrize("words", [pytest.param((), marks=pytest.mark.soak), ("mesh.data_shard=3",)])
 def test_a_stopped_rank_is_named_once(folder: Path, words: tuple[str, ...]) -> None:
     """Another rank names it once the step's time limit has passed."""
     failures, outcomes, seconds = run_with_fault(folder, 3, "stop", *LIMITS, *words)

@@ -70,6 +70,7 @@ def test_models_without_multipliers_and_muon_keep_the_size_of_activations(
         assert all(slope > 0.5 for slope in standard["slopes"].values())
 
 
+@pytest.mark.soak
 def test_activations_keep_their_size_over_depths_in_completep_alone(folder: Path) -> None:
     """Over four depths CompleteP's last layer is flat; muP, which scales with the width alone, fails the check."""
     completep = ladder(folder, "--parametrization", "completep", "--dimension", "depth")

@@ -78,7 +78,7 @@ def test_a_cache_keeps_the_bits_of_batch_invariant_kernels(lab: Path) -> None:
         "evaluate.every=9",
     )
     one = run(lab, "one", *words)
-    meshes = [run(lab, name, *words, *layout, ranks=2) for name, layout in LAYOUTS.items()]
+    meshes = [run(lab, name, *words, *LAYOUTS[name], ranks=2) for name in ("stages", "tensor")]  # shards: see below
     for folder in (one, *meshes):
         assert series(folder, "sampler_difference", "ratio", "clip_fraction") == [(0.0, 1.0, 0.0)] * 2, folder
         assert series(folder, *SAMPLED[:4]) == series(one, *SAMPLED[:4]), folder

@@ -204,7 +204,7 @@ def _run_with_slow_save(folder: Path, arguments: Sequence[str], seconds: float) 
     return command(folder, arguments, None)
 
 
-@pytest.mark.parametrize("staging", ["none", "blocking"])
+@pytest.mark.parametrize("staging", ["none", pytest.param("blocking", marks=pytest.mark.soak)])
 def test_a_slow_save_of_one_rank_is_not_a_failure(folder: Path, staging: str) -> None:
     """A save longer than a step's limit makes other ranks wait, with and without staging."""
     limits = ("listeners.timeouts.step=0.5", "listeners.timeouts.saving=30", "listeners.timeouts.first_step=30")
@@ -215,7 +215,7 @@ def test_a_slow_save_of_one_rank_is_not_a_failure(folder: Path, staging: str) ->
     assert len(rows(folder / "runs/tiny")) == 3
 
 
-@pytest.mark.parametrize("staging", ["none", "blocking"])
+@pytest.mark.parametrize("staging", [pytest.param("none", marks=pytest.mark.soak), "blocking"])
 def test_a_save_that_hangs_ends_within_its_limit(folder: Path, staging: str) -> None:
     """Other ranks name the rank with the hanging disk."""
     limits = ("listeners.timeouts.step=1", "listeners.timeouts.saving=1", "listeners.timeouts.first_step=30")

@@ -158,7 +158,8 @@ def test_ratios_of_conversations_are_exactly_1_on_meshes(lab: Path, kernels: str
     assert deterministic_rows(one) == whole and completions_of(one) == recorded
 
 
-def test_shared_beginnings_change_no_gradient_on_any_mesh(lab: Path) -> None:
+@pytest.mark.parametrize("layouts", [["stages"], pytest.param(["shards", "tensor"], marks=pytest.mark.soak)], ids=str)
+def test_shared_beginnings_change_no_gradient_on_any_mesh(lab: Path, layouts: list[str]) -> None:
     """
     Conversations that share prompts and turns have the separate rows' losses and gradients in float64, on every mesh.
 
@@ -182,7 +183,8 @@ def test_shared_beginnings_change_no_gradient_on_any_mesh(lab: Path) -> None:
     assert any(
         len(turns) > 3 and [turns[:2] for turns in group].count(turns[:2]) > 1 for group in groups for turns in group
     )
-    for name, layout in {"shared": (), **LAYOUTS}.items():
+    for name in ("shared", *layouts):
+        layout = LAYOUTS.get(name, ())
         folder = run(lab, name, *words, *layout, "--overlay", "with_shared_prefixes", ranks=2 if layout else 1)
         for ours, theirs in zip(series(folder, *names), series(separate, *names), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12), folder

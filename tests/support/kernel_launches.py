@@ -212,8 +212,8 @@ def _with_tma(launch: Launch) -> Launch:
 
 
 def connections() -> Iterator[tuple[str, Launch]]:
-    sizes = product((BF16, FLOAT), (2, 4), (False, True), ((False, True), (True, True), (True, False)))
-    for dtype, count, constrained, (writes, reads) in sizes:
+    kinds = [(BF16, 4, *ends) for ends in ((False, True), (True, True), (True, False))]
+    for (dtype, count, writes, reads), constrained in product([*kinds, (FLOAT, 2, True, True)], (False, True)):
         streams, output = empty(64, count, 2048, dtype=dtype), empty(64, 2048, dtype=dtype)
         weights = empty(64, count + 2, count, dtype=FLOAT)
         shape = (count * (count + 2), count * 2048) if constrained else (count + 2, 2048)
@@ -448,7 +448,8 @@ def recurrences() -> Iterator[tuple[str, Launch]]:
         ids, before = torch.zeros(2, 200, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         solved = empty(2, 200, 4, dtype=FLOAT), empty(2, 200, 4, 64, dtype=dtype), torch.empty_like(v)
         last, name = empty(2, 4, width, v_width, dtype=FLOAT), f"gated_delta_rule {width}/{v_width} {dtype}"
-        for state, by_channel in product((None, last), (False, True)):
+        pairs = product((None, last), (False, True)) if width == 128 else ((None, False), (last, True))
+        for state, by_channel in pairs:
             decays = empty(2, 200, 4, width, dtype=FLOAT) if by_channel else g
             inputs, saved = (q, q, v, decays, beta, ids, before, state), (solved[int(by_channel)], *solved[1:])
             full_name = f"{name} state {state is not None}{' by channel' if by_channel else ''}"

@@ -129,7 +129,7 @@ def judged_loss_of(use: str, values: Values, _place: Path) -> Any:
 def scores_of(use: str, values: Values, _place: Path) -> Any:
     """Return a reward's weight and its scores for some texts."""
     example = {"answer": "12", "other": "13", "tests": "assert x == 1", "wrong": "assert x == 2"}
-    example["more"] = "import time; time.sleep(1); del x"
+    example["more"] = "import time; time.sleep(0.3); del x"
     texts = ("12", "13", "13.1", "a12", "[1]", "x = 1", "x = bytearray(10**8) and 1")
     reward = build(use, **values)
     answers = [Answer(text, count, True, example) for count, text in enumerate(texts, 3)]
@@ -282,16 +282,20 @@ def replies_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def verifiers_replies_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the names of an environment's tools and its replies to an answer and a slow call; None if it has ended."""
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    example = {"prompt": "1+2=", "answer": "3", "info": {"fault": "slow"}}
+    """Return the names of an environment's tools and its reply to an answer."""
     with importable("stand-in"), closing(build(use, **values)) as environment:
-        replies: list[Any] = [environment.reset(example).step("3")]
+        reply = environment.reset({"prompt": "1+2=", "answer": "3", "info": {}}).step("3")
+        return [schema["function"]["name"] for schema in environment.tool_schemas], reply
+
+
+def slow_verifiers_reply_of(use: str, values: Values, _place: Path) -> Any:
+    """Return an environment's reply to a slow call, or None if the environment has ended."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    with importable("stand-in"), closing(build(use, **values)) as environment:
         try:
-            replies.append(environment.reset(example).step(call))
+            return environment.reset({"prompt": "1+2=", "answer": "3", "info": {"fault": "slow"}}).step(call)
         except RuntimeError:
-            replies.append(None)
-        return [schema["function"]["name"] for schema in environment.tool_schemas], replies
+            return None
 
 
 class Endless:

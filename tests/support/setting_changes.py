@@ -910,7 +910,7 @@ ROWS: dict[str, Row] = {
         {
             "weight": 2.0,
             "key": "wrong",
-            "seconds": Change(0.5, {"key": "more"}),
+            "seconds": Change(0.1, {"key": "more"}),
             "memory": 0.05,
             "parallel": Change(0, refused=True),
         },
@@ -931,7 +931,11 @@ ROWS: dict[str, Row] = {
     "environments.verifiers": Row(
         policy.verifiers_replies_of,
         {"environment": "adder"},
-        {"environment": "talk", "arguments": {"weight": 4.0}, "seconds": 1},
+        {
+            "environment": "talk",
+            "arguments": {"weight": 4.0},
+            "seconds": Change(1, observer=policy.slow_verifiers_reply_of),
+        },
     ),
     "rewards.exact_match": Row(policy.scores_of, {}, {"weight": 2.0, "key": "other"}),
     "rewards.json_schema": Row(

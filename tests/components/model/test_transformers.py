@@ -191,7 +191,9 @@ def test_parameters_that_transformers_keeps_in_float32_are_not_cast(tmp_path: Pa
     }
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "phi"])
+@pytest.mark.parametrize(
+    "model_type", ["gpt2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("gemma2", "phi"))]
+)
 def test_it_keeps_the_contract_of_language_models(model_type: str, tmp_path: Path) -> None:
     """Among others, slices start like the whole, losses are the head's, and a text in parts is the whole text."""
     saved(tmp_path, model_type)

@@ -103,16 +103,16 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
 
 MESHES: dict[str, tuple[list[pipelines.Case], dict[str, Any]]] = {
     "pipeline": (CASES, {}),
-    "replicas": (CASES[2:4], {"sizes": {"data_replicate": 2}}),
-    "shards": ([*CASES[:3], ("gpipe", 2, False, False, "measured")], {"sizes": {"data_shard": 2}}),
-    "once": (CASES[:1], {"sizes": {"data_shard": 2}, "settings": {"reshard_after_forward": False}}),
-    "copies": (CASES[:1], {"sizes": {"data_shard": 2}, "around": [CopiedShards]}),
-    "several lengths": (CASES[:1], {"sizes": {"data_shard": 2}, "lengths": (4, 1)}),
-    "context": (CASES[:2], {"sizes": {"context": 2}}),
-    "tensor": (CASES[:2], {"sizes": {"tensor": 2}}),
+    "replicas": (CASES[2:4], {"sizes": {"data_replicate": 2}, "layers": 2}),
+    "shards": ([*CASES[:3], ("gpipe", 2, False, False, "measured")], {"sizes": {"data_shard": 2}, "layers": 2}),
+    "once": (CASES[:1], {"sizes": {"data_shard": 2}, "layers": 2, "settings": {"reshard_after_forward": False}}),
+    "copies": (CASES[:1], {"sizes": {"data_shard": 2}, "layers": 2, "around": [CopiedShards]}),
+    "several lengths": (CASES[:1], {"sizes": {"data_shard": 2}, "layers": 2, "lengths": (4, 1)}),
+    "context": (CASES[:2], {"sizes": {"context": 2}, "layers": 2}),
+    "tensor": (CASES[:2], {"sizes": {"tensor": 2}, "layers": 2}),
     "experts": (
         [("gpipe", 4, False, False, "symmetric")],
-        {"sizes": {"data_shard": 2, "expert": 2}, "experts": 4},
+        {"sizes": {"data_shard": 2, "expert": 2}, "layers": 2, "experts": 4},
     ),
 }
 

@@ -91,7 +91,7 @@ def test_stages_too_large_under_auto_are_left_out() -> None:
 def test_experts_are_tried_on_one_rank_and_on_several() -> None:
     """Both are tried even if the recipe partitions experts: its own expert dimension is ignored."""
     words = ("mesh.data_shard=2", "mesh.expert=2", "stages.dispatcher.use=experts.all_to_all", "vars.length=64")
-    recipe = Recipe.load("moe", *words, "batch.global_size=8", "batch.micro_size=4")
+    recipe = Recipe.load("moe", *words, "batch.global_size=4", "batch.micro_size=2")
     every = [
         tomli.loads("\n".join(candidate.toml_lines))
         for candidate in search_fastest_plans(recipe, find_device_model("h200"), 2)

@@ -141,6 +141,7 @@ def test_new_parts_trained_alone_are_evaluated_with_the_folders_others(folder: P
     assert outcome.code == 2 and "transformers has no class for its model" in outcome.text
 
 
+@pytest.mark.soak
 def test_distillation_heals_a_grafted_model(folder: Path) -> None:
     """In equally many steps, the healed model comes nearer to the teacher than a drawn one, and than it was."""
     divergences = {}
