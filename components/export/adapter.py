@@ -52,7 +52,7 @@ class AdapterExport(FolderExport):
         if stages and adapters and all(trains_base_weights(adapter.component) for adapter in adapters):
             text = f"an adapter for PEFT needs LoRA, and [{stages.name}] tunes only whole modules"
             yield node.problem("use", text, remedy)
-        if (model := node.neighbour("model")) and model.settings.get("new_tokens"):
+        if adapters and (model := node.neighbour("model")) and model.settings.get("new_tokens"):
             text = f"[{model.name}] has new tokens, which are no part of an adapter for PEFT"
             yield node.problem("use", text, remedy)
 
