@@ -140,8 +140,8 @@ class StepLog:
     _file: AppendedFile
     _buffer: bytes = b""
     _has_warned: bool = False
-    _last_written_step: int = 0
-    _last_appended_step: int = 0  # its line may still be in `_buffer`
+    _last_written: int = 0  # step
+    _last_appended: int = 0  # step, whose line may still be in `_buffer`
     # a background checkpoint flushes from its own thread
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -155,7 +155,7 @@ class StepLog:
         with self._lock:
             if len(self._buffer) < BUFFER_SIZE:
                 self._buffer += encode_row(row)
-            self._last_appended_step = row["step"]
+            self._last_appended = row["step"]
             self._try_to_write_buffer()
 
     def flush(self) -> None:
@@ -163,8 +163,7 @@ class StepLog:
         with self._lock:
             self._try_to_write_buffer()
             if self._buffer:
-                first = self._last_written_step + 1
-                missing = f"the rows of steps {first} to {self._last_appended_step} are in memory only"
+                missing = f"the rows of steps {self._last_written + 1} to {self._last_appended} are in memory only"
                 raise OSError(errno.ENOSPC, missing, str(self._file.path))
             self._file.sync()
 
@@ -176,7 +175,7 @@ class StepLog:
         unreadable line is replaced by the known row.
         """
         with self._lock:
-            self._buffer, self._last_written_step, self._last_appended_step = b"", step, step
+            self._buffer, self._last_written, self._last_appended = b"", step, step
             lines, damage = parse_step_lines(self._file.read())
             kept = {line.step: line for line in lines if line.step <= step}
             damage.changed = [number for number in damage.changed if number in kept]
@@ -200,7 +199,7 @@ class StepLog:
         try:
             while self._buffer:
                 self._buffer = self._buffer[self._file.append_what_fits(self._buffer) :]
-            self._last_written_step = self._last_appended_step
+            self._last_written = self._last_appended
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True

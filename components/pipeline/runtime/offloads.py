@@ -134,8 +134,9 @@ class ActivationMoves:
     offloaded: Set[int]
     _kept: dict[tuple[int, int], Sequence[ref[KeptTensor]]] = internal(factory=dict)
     _moved: dict[tuple[int, int], OffloadedTensors] = internal(factory=dict)
-    # activations on their way to the host, and which of the next compute actions frees their device memory, from 1
-    _leaving: list[tuple[int, OffloadedTensors]] = internal(factory=list)
+    # activations on their way to the host since before the last compute action, and since then
+    _leaving: list[OffloadedTensors] = internal(factory=list)
+    _started: list[OffloadedTensors] = internal(factory=list)
 
     def compute(self, operation: Operation, action: Action) -> None:
         """
@@ -143,11 +144,9 @@ class ActivationMoves:
 
         Their copies to the host have overlapped with that action, and computation hardly waits for them.
         """
-        waiting = [(actions_left - 1, tensors) for actions_left, tensors in self._leaving]
-        for actions_left, tensors in waiting:
-            if actions_left == 0:
-                tensors.free_device_memory()
-        self._leaving = [(actions_left, tensors) for actions_left, tensors in waiting if actions_left]
+        for tensors in self._leaving:
+            tensors.free_device_memory()
+        self._leaving, self._started = self._started, []
         key = action.stage, action.microbatch
         if action.op == "F" and action.stage in self.offloaded:
             with Collecting() as collecting:
@@ -165,7 +164,7 @@ class ActivationMoves:
         parameters = (parameter for parameter in runnable.stage.module.parameters() if not is_dtensor(parameter))
         others = (*runnable.list_inputs_and_outputs(action.microbatch), *parameters)
         self._moved[key] = self.offloads.start_offload(self._kept.pop(key), others)
-        self._leaving.append((2, self._moved[key]))  # one action overlaps with the copy, and the second one frees
+        self._started.append(self._moved[key])
 
     def reload(self, action: Action) -> None:
         """Start to copy a microbatch's activations back."""
