@@ -104,7 +104,8 @@ class Project:
         """
         Return a container for the roots and their dependencies, with `replacements` for some nodes.
 
-        Raises RecipeError if the recipe has errors. With roots, only errors of the needed nodes count.
+        With `accept_changes`, a run resumes even if its recipe has changed. Raises RecipeError if the recipe has
+        errors. With roots, only errors of the needed nodes count.
         """
         for name in roots:
             if name not in graph.nodes:

@@ -348,12 +348,12 @@ class CheckpointReader(PieceReader):
     def _read_tensors_of_file(self, file_name: str, names: set[str], uses: Uses) -> Parts:
         parts: Parts = {}
         with self._open_file(file_name) as file:
-            begin, header = read_header_entries(file)
+            header_end, header = read_header_entries(file)
             # in file order, so that a block with parts of two tensors is read once
             for name in sorted(names, key=lambda name: (header[name].start, header[name].end)):
                 part = find_rows_unless_all(header[name].spec.shape, uses[name])
                 rows = None if part is None else range(part.offsets[0], part.offsets[0] + part.size[0])
-                tensor = read_tensor(file, begin, header[name], rows)
+                tensor = read_tensor(file, header_end, header[name], rows)
                 parts[name] = tensor if part is None else SlicedTensor(tensor, part)
         return parts
 

@@ -93,7 +93,8 @@ class ReplayedRoutes(PassFeature, Metric):
         if model and model.implements(ExpertModel) and not model.component.expert_count(model):  # type: ignore[attr-defined]
             yield node.problem("use", f"[{model.name}] has no experts to choose", f"remove [{node.name}]")
         nodes = [NodeView(other, node.nodes) for other in node.nodes.values()]
-        is_recorded = any(other.use == "rollouts.stages" for other in nodes)
+        # Routes from the stages are those of the last rollout; a server returns each completion's routes with it.
+        keeps_last_rollout = any(other.use == "rollouts.stages" for other in nodes)
         for other in nodes:
             if other.implements(Rollouts) and other.use not in SAMPLERS:
                 text = f"[{node.name}] replays routes, and {other.use} returns none"
@@ -101,10 +102,10 @@ class ReplayedRoutes(PassFeature, Metric):
             elif other.implements(Rollouts) and other.settings.get("exact"):
                 text = f"exact rollouts have the routes of the learning pass, so that [{node.name}] has no effect"
                 yield other.problem("exact", text, f"write exact = false, or remove [{node.name}]")
-            for key, plain in ONE_STEP_ROLLOUT.items() if is_recorded and other.implements(MakesRows) else ():
-                if other.settings.get(key, plain) > plain:
+            for key, largest in ONE_STEP_ROLLOUT.items() if keeps_last_rollout and other.implements(MakesRows) else ():
+                if other.settings.get(key, largest) > largest:
                     text = f"[{node.name}] keeps the routes of one step's rollout"
-                    yield other.problem(key, text, f"write {key} = {plain}, or remove [{node.name}]")
+                    yield other.problem(key, text, f"write {key} = {largest}, or remove [{node.name}]")
 
     def open(self) -> None:
         """Observe this rank's routers."""

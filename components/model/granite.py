@@ -57,5 +57,5 @@ class Granite(ParametrizedBuilder):
         return attrs.evolve(
             config,
             residual_multiplier=config.residual_multiplier * scaling.residual_multiplier,
-            logits_scaling=config.logits_scaling / scaling.logit_multiplier,
+            logits_scaling=config.logits_scaling / scaling.logit_multiplier,  # a divisor
         )

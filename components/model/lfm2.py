@@ -52,9 +52,9 @@ class Lfm2Config(DecoderConfig):
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
         """Convert older keys, and compute the feed-forward network's width from a Llama-like one."""
+        full = config.get("full_attn_idxs")  # an empty list leaves only convolutions
         layers = range(config.get("num_hidden_layers") or 0)
-        full = config.get("full_attn_idxs") or layers
-        types = [FULL if layer in full else "conv" for layer in layers]
+        types = [FULL if full is None or layer in full else "conv" for layer in layers]
         width = config.get("block_ff_dim", config.get("intermediate_size"))
         if config.get("block_auto_adjust_ff_dim", True) and width:
             multiple = config.get("block_multiple_of") or 256

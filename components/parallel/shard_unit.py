@@ -409,8 +409,8 @@ class ShardUnit:
 
     def start_reduction(self, over_replicas: bool) -> "StartedReduction":
         """
-        Start to sum the gradients over shards, and then over replicas if `over_replicas`. A parameter without a
-        gradient contributes zeros, so all ranks send the same messages.
+        Start to sum the gradients over shards, and then over replicas if `over_replicas`; the unit has trained
+        parameters. One without a gradient contributes zeros, so all ranks send the same messages.
         """
         shapes = [parameter.tensor_slice.shape for parameter in self.trained]
         gradients = [parameter.take_gradient() for parameter in self.trained]
@@ -442,19 +442,23 @@ class ShardUnit:
 
 @attrs.define(eq=False)
 class StartedReduction:
-    """A unit's gradients on their way to the ranks with the slices, and then to the replicas."""
+    """A unit's gradients on their way to the ranks with the slices, and then to the replicas: up to two collectives."""
 
     unit: ShardUnit
     started: StartedSum
     over_replicas: bool
     _sums: Tensor | None = None
+    """Sums over shards while replicas add them up, (n,); None before."""
     _work: Any = None
 
     @torch.no_grad()
     def wait_and_continue(self) -> bool:
         """
-        Wait for the collective in progress, and start the next; return False after the last, with the sums in the
-        masters' gradients. On a GPU only the current stream waits.
+        Wait for the collective in progress, and start the next; return False after the last. On a GPU only the current
+        stream waits.
+
+        The sums are then in the masters' gradients; or, if the unit has replicas and this reduction is not over them,
+        in the unit, for a later microbatch's reduction over replicas.
         """
         if self._sums is not None:
             self._work.wait()

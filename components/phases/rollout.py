@@ -135,10 +135,10 @@ class Rollout:
                     text = f"[{writer.name}] makes {batch_type.__name__}, and rollouts complete prompts"
                     yield writer.problem("use", text, 'write use = "data.prompt_collator" in a "data.collated"')
         sizes = node.neighbour("batching")
-        for key, plain in ONE_STEP_ROLLOUT.items():
-            if node.settings[key] > plain and sizes and sizes.settings.get("ramp"):
+        for key, largest in ONE_STEP_ROLLOUT.items():
+            if node.settings[key] > largest and sizes and sizes.settings.get("ramp"):
                 text = f"the steps of a rollout have equal batch sizes, and [{sizes.name}] changes them"
-                yield node.problem(key, text, f"write {key} = {plain}, or leave out ramp")
+                yield node.problem(key, text, f"write {key} = {largest}, or leave out ramp")
         age = node.settings["lag"] * node.settings["minibatches"] * node.settings["epochs"]
         max_age = node.settings["max_age"]
         if max_age is not None and max_age < age:

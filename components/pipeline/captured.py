@@ -426,7 +426,11 @@ class StageGraphs:
         return self._graphs.get(key)
 
     def get_token_pass_or_prepare(self, cache: KeyValueCache, rows: int) -> TokenPass | None:
-        """Return the graph for passes over one token; None for the first such pass of a cache of this size."""
+        """
+        Return the graph for passes over one token; None for the first such pass of a cache of this size.
+
+        The first pass runs kernel by kernel, because it compiles; the graph is for the passes after it.
+        """
         if cache not in self._token_passes:
             self._token_passes[cache] = TokenPass(self._create_runner(split=False), self.new_record())
             if (size := (rows, cache.capacity)) not in self._compiled_sizes:

@@ -208,10 +208,10 @@ class Kernels(Protocol):
         Choose the `chosen` visible keys with the best scores for each token.
 
         queries: (rows, length, heads, width); keys: (rows, keys, width); factors: (rows, length, heads). A score is the
-        sum over heads of factor * relu(query . key). A token sees `visible_counts` keys from the index
-        `first_key` on, int32 (rows, length); the last `length` keys are the tokens' own or come after them. The choice,
-        int32 (rows, length, chosen), has indices of keys, and -1 behind them if there are fewer. Its scores have this
-        shape, are at least float32, and -inf without a key.
+        sum over heads of factor * relu(query . key). A token sees `visible_counts` keys from the index `first_key` on,
+        both int32 (rows, length): token i none after the key keys - length + i, so an implementation may skip later
+        keys. The choice, int32 (rows, length, chosen), has indices of keys, followed by -1 if fewer are visible. The
+        scores have its shape, in at least float32, and are -inf where the choice is -1.
         """
         ...
 

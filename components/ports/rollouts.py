@@ -272,7 +272,7 @@ class Rollouts(Protocol):
 
 
 ONE_STEP_ROLLOUT = {"minibatches": 1, "epochs": 1, "lag": 0}
-"""Settings of rollouts for one step, learnt from at once."""
+"""Largest values of a rollout's settings with which every completion is for one step, and learnt from at once."""
 
 
 @runtime_checkable

@@ -419,12 +419,14 @@ class _Proof:
         """
         try:
             if case.is_killed:
+                # Every rank is compared with itself, from the checkpoint on.
                 resumed = [[record] for record in self._kill_and_resume(case)]
                 self._require_equal(case, *zip(map(_skip_saved_steps, self._record(case)), resumed, strict=True))
             else:
                 one = self.wide if case.is_narrow else self.one
                 self._require_equal(case, (_skip_saved_steps(one) if case.resumed else one, self._record(case)))
         except RanksFailedError as error:
+            # A refusal has the prefix REFUSED. After a resume it is a failure, too: the same recipe has started before.
             refusal = error.last_line.removeprefix(REFUSED)
             if case.resumed or refusal == error.last_line:
                 raise _FailedError(case, crash=refusal if case.resumed else str(error)) from error
@@ -432,7 +434,10 @@ class _Proof:
         return ""
 
     def _require_equal(self, case: Case, *pairs: tuple[RankRecord, Sequence[RankRecord]]) -> None:
-        """Raise _FailedError with the first difference of the earliest step, between a record and ranks."""
+        """
+        Raise _FailedError with the earliest step's first difference in pairs of an expected record, and records by
+        rank, whose pieces make up its values.
+        """
         tolerance = partial(self._get_tolerance, case)
         differences = (find_first_difference(one, ranks, case.sizes, tolerance) for one, ranks in pairs)
         difference: Any = min(filter(None, differences), key=lambda difference: difference.step, default=None)

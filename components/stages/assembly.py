@@ -296,16 +296,17 @@ class StageAssembly:
     parameters: StageParameters = internal(None)
     spans: Sequence[LayerRange] = internal(factory=list)  # of all stages
     values: InitialValues = internal(None)
-    fingerprint: str = internal("")
+    fingerprint: str = internal("")  # of the frozen weights' source; empty if all parameters are trained
 
     def materialize(self) -> None:
-        """Build, parallelize and allocate the stages, and fill them with initial or loaded values."""
+        """Build, parallelize and allocate the stages, and fill them with initial or loaded values; a collective."""
         model, parallel = self.settings.model, self.builder.build_local_modules()
         modules = [*parallel.modules.values()]
         self.spans = parallel.spans
         self._set_stages(parallel, self._allocate_and_fill(parallel))
         blocks = [[*model.blocks(module)] for module in modules]
         self.features.finish(modules, [*chain.from_iterable(blocks)])
+        # After the features, which may have replaced a block's `forward`: a compiled one is recomputed as a whole.
         for blocks_of_stage in blocks:
             make_recomputable(blocks_of_stage)
         self.parameters.find_ranks_with_parameters()
@@ -368,25 +369,26 @@ class StageAssembly:
 
     def _allocate_and_fill(self, parallel: ParallelModules) -> "ParameterStore | ShardedStore":
         """Shard modules, allocate and initialize them, and return their parameter store."""
-        of, modules = self.settings, [*parallel.modules.values()]
+        settings, modules = self.settings, [*parallel.modules.values()]
         self.features.place(modules)
-        check_parameters_fit_device(modules, of.mesh.shard_group.size, of.device.device)
+        check_parameters_fit_device(modules, settings.mesh.shard_group.size, settings.device.device)
         data_parallel = self._create_data_parallel(parallel)
         sharded = data_parallel.shard_modules(modules)
         slices = {name: rank_slice.tensor_slice for name, rank_slice in parallel.splits.items()}
-        self.values = InitialValues(of.model, of.job.seed, of.device.device, of.weights, slices)
+        self.values = InitialValues(settings.model, settings.job.seed, settings.device.device, settings.weights, slices)
         for feature in self.features.features:
             self.values = feature.change_initial_values(self.values)
-        run_and_gather_on_all_ranks(of.mesh.world, partial(self.values.allocate_and_fill_modules, modules))
-        if of.adapters:
+        # A reading error on one rank is raised on all ranks; otherwise the others would wait in the next collective.
+        run_and_gather_on_all_ranks(settings.mesh.world, partial(self.values.allocate_and_fill_modules, modules))
+        if settings.adapters:
             self.values.initialize_adapters_on_all_ranks(modules)
-        if of.adapter_weights is not None:
-            read = partial(self.values.read_adapters, of.adapter_weights, modules, of.adapters)
-            run_and_gather_on_all_ranks(of.mesh.world, read)
+        if settings.adapter_weights is not None:
+            read = partial(self.values.read_adapters, settings.adapter_weights, modules, settings.adapters)
+            run_and_gather_on_all_ranks(settings.mesh.world, read)
         tie_equally_named_parameters(modules)
         store = data_parallel.create_store(modules, sharded)
         for feature in self.features.features:
-            feature.change_shards(sharded)
+            feature.change_shards(sharded)  # whose slices have master parameters since the store's creation
         return store
 
     def _set_stages(self, parallel: ParallelModules, store: "ParameterStore | ShardedStore") -> None:

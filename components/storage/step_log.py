@@ -140,8 +140,8 @@ class StepLog:
     _file: AppendedFile
     _buffer: bytes = b""
     _has_warned: bool = False
-    _written: int = 0  # the last step whose line was written
-    _appended: int = 0  # the last step whose line was appended
+    _last_written: int = 0  # step
+    _last_appended: int = 0  # step, whose line may still be in `_buffer`
     # a background checkpoint flushes from its own thread
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -155,7 +155,7 @@ class StepLog:
         with self._lock:
             if len(self._buffer) < BUFFER_SIZE:
                 self._buffer += encode_row(row)
-            self._appended = row["step"]
+            self._last_appended = row["step"]
             self._try_to_write_buffer()
 
     def flush(self) -> None:
@@ -163,7 +163,7 @@ class StepLog:
         with self._lock:
             self._try_to_write_buffer()
             if self._buffer:
-                missing = f"the rows of steps {self._written + 1} to {self._appended} are in memory only"
+                missing = f"the rows of steps {self._last_written + 1} to {self._last_appended} are in memory only"
                 raise OSError(errno.ENOSPC, missing, str(self._file.path))
             self._file.sync()
 
@@ -175,7 +175,7 @@ class StepLog:
         unreadable line is replaced by the known row.
         """
         with self._lock:
-            self._buffer, self._written, self._appended = b"", step, step
+            self._buffer, self._last_written, self._last_appended = b"", step, step
             lines, damage = parse_step_lines(self._file.read())
             kept = {line.step: line for line in lines if line.step <= step}
             damage.changed = [number for number in damage.changed if number in kept]
@@ -199,7 +199,7 @@ class StepLog:
         try:
             while self._buffer:
                 self._buffer = self._buffer[self._file.append_what_fits(self._buffer) :]
-            self._written = self._appended
+            self._last_written = self._last_appended
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True

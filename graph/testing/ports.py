@@ -285,9 +285,9 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
     afterwards. Raises BrokenContractError for the first violated property, with a note naming the property, and for an
     attribute that resembles an optional member of a port but is named differently.
     """
-    for holds in load_contract(port):
+    for check in load_contract(port):
         with ExitStack() as stack:
-            instances = [_make_instance(implementation, values, stack) for _ in inspect.signature(holds).parameters]
+            instances = [_make_instance(implementation, values, stack) for _ in inspect.signature(check).parameters]
             for instance in instances:
                 reasons = find_mismatches(type(instance), port)
                 expect(
@@ -295,9 +295,9 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
                 )
                 expect(not (sentences := describe_misspelt_members(type(instance), port)), "; ".join(sentences))
             try:
-                holds(*instances)
+                check(*instances)
             except Exception as error:
-                error.add_note(f"{port.__name__}: {inspect.getdoc(holds)}")
+                error.add_note(f"{port.__name__}: {inspect.getdoc(check)}")
                 raise
 
 

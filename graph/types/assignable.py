@@ -109,18 +109,22 @@ def _is_class_assignable(source: Any, target: Any, implements_protocol: Implemen
 
 
 def _pair_type_arguments(source: Any, target: Any, common: type) -> Iterator[tuple[Any, Any]]:
-    """Yield the type arguments from both generics for every parameter bound in both."""
+    """
+    Yield pairs of type arguments, all of which must be assignable; none if either generic has no arguments.
+
+    `common` is the class of `target`, which the class of `source` is or derives from.
+    """
+    # Classes of the standard library do not declare how they pass arguments to a base: `list[int]` to `Sequence`.
+    source_arguments = tuple(find_type_arguments(source, common).values()) or typing.get_args(source)
     target_arguments = typing.get_args(target)
-    if common is tuple and Ellipsis in target_arguments:
-        yield from ((kind, target_arguments[0]) for kind in typing.get_args(source) if kind is not Ellipsis)
-    elif common is tuple and typing.get_args(source) and target_arguments:
-        source_arguments = typing.get_args(source)
-        mismatch = len(source_arguments) != len(target_arguments) or Ellipsis in source_arguments
-        # int is never assignable to str, so the tuples do not match.
-        yield from [(int, str)] if mismatch else zip(source_arguments, target_arguments, strict=True)
-    else:
-        source_arguments = tuple(find_type_arguments(source, common).values()) or typing.get_args(source)
+    if common is not tuple or not source_arguments or not target_arguments:
         yield from zip(source_arguments, target_arguments, strict=False)
+    elif Ellipsis in target_arguments:
+        yield from ((kind, target_arguments[0]) for kind in source_arguments if kind is not Ellipsis)
+    elif Ellipsis in source_arguments or len(source_arguments) != len(target_arguments):
+        yield int, str  # not assignable, so the tuples are not, either
+    else:
+        yield from zip(source_arguments, target_arguments, strict=True)
 
 
 def _is_callable_assignable(source: Any, target: Any, implements_protocol: ImplementsProtocol) -> bool:

@@ -20,7 +20,12 @@ Convert = Callable[[Any, Any], Any]
 
 
 def iterate_problems(convert: Convert, error: Exception, path: KeyPath) -> Iterator[Problem]:
-    """Flatten the exception tree from cattrs into problems. The note of an exception is one step of the path."""
+    """
+    Flatten the exception tree from cattrs into problems.
+
+    The note of an exception is one step of the path below `path`: cattrs's notes are subclasses of str, with the
+    attribute's name or the item's index. `convert` tries corrected values for a hint.
+    """
     note = next((note for note in getattr(error, "__notes__", ()) if type(note) is not str), None)
     if isinstance(note, AttributeValidationNote):
         path = (*path, note.name.lstrip("_"))
@@ -37,7 +42,7 @@ def iterate_problems(convert: Convert, error: Exception, path: KeyPath) -> Itera
         known = [field.alias for field in attrs.fields(error.cl) if field.init]
         for name in sorted(error.extra_fields):
             yield Problem("DL303", "unknown key", did_you_mean(name, known), path=(*path, name))
-    elif isinstance(error, KeyError) and note and error.args == path[-1:]:
+    elif isinstance(error, KeyError) and note and error.args == path[-1:]:  # a required key of an attrs class
         hint = f"write {dump_key(error.args[0])} = ..."
         yield Problem("DL303", f"missing, {format_expected_type(note.type)}", hint, path=path)
     elif isinstance(error, ValueError | TypeError) and not note:

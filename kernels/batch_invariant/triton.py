@@ -144,12 +144,17 @@ def _attend(
     scale: float,
     softcap: float,
 ) -> None:
+    """
+    Fill `attend_in_blocks_triton`'s result, for the mask's documents, int64 (rows, length), and key_count, int64 (), if
+    any. A window or softcap of 0 is none.
+    """
     if not result.numel():
         return
     q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
     (rows, length, heads, head_dim), keys, kv_heads, v_dim = q.shape, k.shape[1], k.shape[2], v.shape[3]
     group, head_block, v_block = heads // kv_heads, max(16, next_power_of_2(head_dim)), max(16, next_power_of_2(v_dim))
     is_wide = max(head_block, v_block) * q.itemsize > MAX_CHANNEL_BYTES
+    # A tile's rows are queries of all heads that share keys: `group` rows per token.
     tile = NEW_QUERIES if length * group <= NEW_QUERIES else QUERIES
     _block_attention_kernel[(cdiv(length * group, tile), rows * kv_heads)](
         q,

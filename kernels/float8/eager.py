@@ -295,8 +295,10 @@ class Float8Kernels:
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor
     ) -> tuple[Tensor, Tensor]:
         """
-        Sum bfloat16 rows (rows, width) by token, (tokens, width), and copy scalars (rows,), if any, by choice; dest_row
-        (tokens, top_k) has the choices' rows.
+        Sum bfloat16 rows (rows, width) by token, (tokens, width), and copy scalars (rows,) by choice, (tokens, top_k).
+
+        dest_row (tokens, top_k) has the choices' rows, or -1, which counts as zeros. Sums are rounded once. Without
+        scalars the second result is empty.
         """
         summed = gather_rows_by_choice(rows, dest_row).sum(1).to(rows.dtype)
         if scalars is None:

@@ -219,12 +219,10 @@ def _quantize_swiglu(rows: tuple[Tensor, Tensor], gate_and_up: Tensor) -> None:
 def _quantize_rows_into(x: Tensor, up: Tensor | None, data: Tensor, scale: Tensor) -> None:
     """Fill data and scale for x (rows, width), or for silu(x) * up."""
     if data.is_cuda:
-        _allocate_ones(data.device)  # allocated before a CUDA graph is captured
+        # the scales of transposed elements (`_get_ones`), allocated before a CUDA graph is captured
+        _allocate_ones(data.device)
     if data.numel():
-        rows = view_as_rows(x)
-        _launch_quantize_rows(
-            [rows], up, None, None, data, scale, None, None, _choose_program_count(data, WARPS_PER_SM)
-        )
+        _launch_quantize_rows([view_as_rows(x)], data, scale, _choose_program_count(data, WARPS_PER_SM), up=up)
 
 
 QuantizedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -273,12 +271,22 @@ def _quantize_gradient_rows_and_columns(
     )
     if row_scale is not None:
         parts, row_factor = scale.new_empty(programs, width), scale.new_empty(count)
-    results = data, scale, row_factor, parts
+    rows = [*map(view_as_rows, grads)]
     if gate_and_up is None:
-        _launch_quantize_rows([*map(view_as_rows, grads)], None, factor, row_scale, *results, programs)
+        _launch_quantize_rows(
+            rows, data, scale, programs, factor=factor, row_scale=row_scale, row_factor=row_factor, parts=parts
+        )
     else:
         _launch_swiglu_gradient(
-            view_as_rows(grads[0]), view_as_rows(gate_and_up), factor, row_scale, *results, programs
+            grad=rows[0],
+            gate_and_up=view_as_rows(gate_and_up),
+            factor=factor,
+            row_scale=row_scale,
+            data=data,
+            scale=scale,
+            row_factor=row_factor,
+            parts=parts,
+            programs=programs,
         )
     if parts is not None:
         inverse = scale.new_empty(width)
@@ -340,14 +348,15 @@ COLUMNS, PARTS_PER_STEP = 32, 256
 
 def _launch_quantize_rows(
     parts_of_rows: list[Tensor],
-    up: Tensor | None,
-    factor: Tensor | None,
-    row_scale: Tensor | None,
     data: Tensor,
     scale: Tensor,
-    row_factor: Tensor | None,
-    parts: Tensor | None,
     programs: int,
+    *,
+    up: Tensor | None = None,
+    factor: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    row_factor: Tensor | None = None,
+    parts: Tensor | None = None,
 ) -> None:
     """
     Fill data and scale, and with row_scale also row_factor and parts (programs, width), for rows in up to three parts

@@ -52,7 +52,8 @@ def _create_launch_tables(
     sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.device
 ) -> tuple[Tensor, ...]:
     """
-    Return tensor numbers by program (programs,), and by tensor the first program, the size, and the `counted` flag.
+    Return tensor numbers by program, int32 (programs,), and by tensor, (tensors,), the number of its first program, its
+    size in elements, and its `counted` flag: whether its squares are summed.
     """
     counts = torch.tensor([-(-size // PART) for size in sizes])
     owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(counts)

@@ -200,6 +200,11 @@ def norm_rows(
     ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
+    """
+    Norm the program's rows of x, or of x + residual, and store this sum, the norm and rstd.
+
+    Return the stored norm (ROWS, BLOCK), and its rows (ROWS, 1) and columns (1, BLOCK), for a kernel that casts it.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < width)

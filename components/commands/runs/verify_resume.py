@@ -210,11 +210,15 @@ class Runs:
 
 
 def describe_first_difference(straight: RecordedSteps, resumed: RecordedSteps) -> tuple[int, str] | None:
-    """Return the first differing step and what differs, metrics before tensors; None for equal records."""
+    """
+    Return the first differing step and what differs, metrics before tensors; None for equal records.
+
+    Both runs took all steps, so a step in only one of the records differs, too.
+    """
     metrics = straight.find_different_metrics(resumed, complete=True)
     phase = straight.find_different_phase(resumed, complete=True)
     if metrics is not None and (phase is None or metrics.step <= phase.step):
-        [name, (one, other)] = next(iter(metrics.values.items()))
+        [name, (one, other)] = next(iter(metrics.values.items()))  # as text, empty for a missing value
         return metrics.step, f"{name} is {one or 'missing'} uninterrupted, {other or 'missing'} resumed"
     if phase is not None:
         more = f" and {len(phase.names) - 1} more" if len(phase.names) > 1 else ""

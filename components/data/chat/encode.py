@@ -53,15 +53,15 @@ def encode_conversation(
     """
     Render and encode a conversation; turns with a weight above 0 are trained, answers with their end token.
 
-    Every text path calls this function or `encode_prompt_messages`. Raises ValueError for messages or tools with text
-    or values lost in the rendering.
+    `weights` has a loss weight per message; `tools` are a list of JSON schemas, also as text. Every text path calls
+    this function or `encode_prompt_messages`. Raises ValueError for messages or tools with text or values lost in the
+    rendering, and for tools with a control token.
     """
     check_messages(messages)
     tools = parse_tools(tools)
     rendered = render_and_locate_turns(template, messages, weights, tools)
-    return encode_rendered_conversation(
-        tokenizer, extend_answers_to_end_tokens(template, rendered, tools, tokenizer.control_tokens), tools
-    )
+    rendered = extend_answers_to_end_tokens(template, rendered, tools, tokenizer.control_tokens)
+    return encode_rendered_conversation(tokenizer, rendered, tools)
 
 
 def encode_prompt_messages(
@@ -111,7 +111,7 @@ def encode_rendered_conversation(tokenizer: ChatTokenizer, rendered: Rendered, t
     Encode a conversation. The text before a trained part is encoded separately, as it is when a model answers.
 
     Only the template can write control tokens: a control token spelled out in content is encoded as text. Raises
-    ValueError if a spelled-out control token can't be distinguished from the template's text.
+    ValueError if one can't be distinguished from the template's text, as in the rendered `tools`.
     """
     control = re.compile("|".join(map(re.escape, tokenizer.control_tokens)) or "(?!)")
     forged = _find_forged_control_spans(control, rendered, tools)

@@ -63,6 +63,7 @@ def _assign_rows_first_fit(sizes: np.ndarray, capacity: int) -> RowAssignment:
     run = np.arange(runs)
     for step in range(steps):
         size = padded[:, step].astype(left.dtype)
+        # On every level, the first branch with a row that has enough space.
         a = (upper >= size[:, None]).argmax(axis=1)
         b = (lower[run, a] >= size[:, None]).argmax(axis=1)
         c = (left[run, a, b] >= size[:, None]).argmax(axis=1)

@@ -134,21 +134,24 @@ class ActivationMoves:
     offloaded: Set[int]
     _kept: dict[tuple[int, int], Sequence[ref[KeptTensor]]] = internal(factory=dict)
     _moved: dict[tuple[int, int], OffloadedTensors] = internal(factory=dict)
-    # activations on their way, with the number of compute actions before their memory is freed
-    _leaving: list[tuple[int, OffloadedTensors]] = internal(factory=list)
+    # activations on their way to the host since before the last compute action, and since then
+    _leaving: list[OffloadedTensors] = internal(factory=list)
+    _started: list[OffloadedTensors] = internal(factory=list)
 
     def compute(self, operation: Operation, action: Action) -> None:
-        """Run a compute action; first free the memory for activations whose offload began before the last one."""
-        waiting = [(actions - 1, tensors) for actions, tensors in self._leaving]
-        for actions, tensors in waiting:
-            if actions == 0:
-                tensors.free_device_memory()
-        self._leaving = [(actions, tensors) for actions, tensors in waiting if actions]
+        """
+        Run a compute action; first free the device memory of activations whose offload began before the last action.
+
+        Their copies to the host have overlapped with that action, and computation hardly waits for them.
+        """
+        for tensors in self._leaving:
+            tensors.free_device_memory()
+        self._leaving, self._started = self._started, []
         key = action.stage, action.microbatch
         if action.op == "F" and action.stage in self.offloaded:
             with Collecting() as collecting:
                 operation(action)
-            self._kept[key] = collecting.kept
+            self._kept[key] = collecting.kept  # what autograd saved, for `offload`
             return
         if (moved := self._moved.pop(key, None)) is not None:
             moved.wait_for_reload()
@@ -161,7 +164,7 @@ class ActivationMoves:
         parameters = (parameter for parameter in runnable.stage.module.parameters() if not is_dtensor(parameter))
         others = (*runnable.list_inputs_and_outputs(action.microbatch), *parameters)
         self._moved[key] = self.offloads.start_offload(self._kept.pop(key), others)
-        self._leaving.append((2, self._moved[key]))
+        self._started.append(self._moved[key])
 
     def reload(self, action: Action) -> None:
         """Start to copy a microbatch's activations back."""

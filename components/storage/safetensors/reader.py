@@ -72,8 +72,7 @@ class SafetensorsFolder:
 
 def read_header_entries(file: RegularFile) -> tuple[int, dict[str, TensorEntry]]:
     """
-    Return the tensor offset in a file, and its entries by name. Raises HeaderError if the header is
-    invalid.
+    Return the header's end in a file, in bytes, and the entries by name. Raises HeaderError if the header is invalid.
 
     The header is read through `file` first, so a VerifiedFile verifies its digest.
     """
@@ -83,14 +82,14 @@ def read_header_entries(file: RegularFile) -> tuple[int, dict[str, TensorEntry]]
     return 8 + length, entries
 
 
-def read_tensor(file: RegularFile, begin: int, entry: TensorEntry, rows: range | None = None) -> Tensor:
+def read_tensor(file: RegularFile, header_end: int, entry: TensorEntry, rows: range | None = None) -> Tensor:
     """
-    Read an entry's tensor into new CPU memory; `begin` is the tensor offset in the file.
+    Read an entry's tensor into new CPU memory; `header_end` is the byte from which the entry counts.
 
-    `rows` selects a range in the first dimension. Checkpoints are read with this function instead of the library,
-    so every byte in use was verified.
+    `rows` selects a range in the first dimension. Checkpoints are read with this function, because a VerifiedFile
+    verifies bytes as it reads them; the library's mapped file would bypass it.
     """
-    spec, start = entry.spec, begin + entry.start
+    spec, start = entry.spec, header_end + entry.start
     if rows is not None:
         row = TensorSpec(spec.shape[1:], spec.dtype)
         spec, start = TensorSpec((len(rows), *row.shape), row.dtype), start + rows.start * row.bytes

@@ -70,6 +70,8 @@ def test_operations_equal_a_count_by_hand() -> None:
     [
         ({"block_ff_dim": 100, "block_auto_adjust_ff_dim": True, "block_multiple_of": 32}, {"intermediate_size": 96}),
         ({"full_attn_idxs": [0], "layer_types": None}, {"layer_types": [FULL, CONV]}),
+        ({"full_attn_idxs": [], "layer_types": None}, {"layer_types": [CONV, CONV]}),
+        ({"full_attn_idxs": None, "layer_types": None}, {"layer_types": [FULL, FULL]}),
         ({"tie_embedding": False}, {"tie_word_embeddings": False}),
     ],
 )

@@ -20,6 +20,10 @@ class Named(Pairs[int, str]):
     """Mapping of text to numbers."""
 
 
+class Labelled(tuple[int, str]):
+    """A number and its label."""
+
+
 @pytest.mark.parametrize(
     ("given", "promised", "fine"),
     [
@@ -49,6 +53,10 @@ class Named(Pairs[int, str]):
         (tuple[int, str], tuple[int, ...], False),
         (tuple[int, ...], tuple[int, int], False),
         (tuple[int], tuple[int, int], False),
+        (Labelled, tuple[int, str], True),
+        (Labelled, tuple[int], False),
+        (Labelled, tuple[int, ...], False),
+        (Labelled, tuple[int | str, ...], True),
         (Named, Mapping[str, int], True),
         (Named, Mapping[int, str], False),
         (Callable[[object], int], Callable[[str], object], True),
