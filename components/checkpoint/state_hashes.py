@@ -2,12 +2,10 @@
 
 import json
 
-import attrs
-
-from drawloom import Every, component, internal
+from drawloom import Every, component
 from drawloom.components.storage.durable_files import create_folder_unless_link
 from drawloom.components.storage.state_tree import list_dict_entries, pack_state
-from drawloom.components.storage.step_log import RewindingLog, StepLog
+from drawloom.components.storage.step_log import StepLog, StepLogWriter
 from drawloom.components.storage.tensor_source import hash_bytes, hash_tensor_bytes
 from drawloom.ports import Mesh, RunFolder, Stateful, Step
 
@@ -15,7 +13,7 @@ FOLDER = "digests"
 
 
 @component(reads=("weights",), impact="safe")
-class StateHashes:
+class StateHashes(StepLogWriter):
     """
     Writer for `digests/rank-N.jsonl` in the run folder: an object per step, with `step` and `digests`.
 
@@ -27,23 +25,12 @@ class StateHashes:
     mesh: Mesh
     states: Every[Stateful]
 
-    _log: RewindingLog = internal(attrs.Factory(lambda self: RewindingLog(self._open_truncated_log), takes_self=True))
-
     def run_phase(self, step: Step) -> None:
         """Append a step's hashes. Removes later lines from a process that was killed or went back."""
         hashes = hash_states({name: node.state_dict() for name, node in self.states.items()})
-        self._log.append({"step": step.index, "digests": hashes})
+        self.append({"step": step.index, "digests": hashes})
 
-    def flush(self) -> None:
-        """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
-        self._log.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._log.close()
-
-    def _open_truncated_log(self, step: int) -> StepLog:
-        """Open this rank's log, without lines from `step` on."""
+    def open_before(self, step: int) -> StepLog:
         step_log = StepLog.open(
             create_folder_unless_link(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl"
         )

@@ -1,18 +1,16 @@
 """Row record by step, for `drawloom data audit`."""
 
-import attrs
-
-from drawloom import component, internal
+from drawloom import component
 from drawloom.components.data.batch_checks import compute_row_digests
 from drawloom.components.storage.durable_files import create_folder_unless_link
-from drawloom.components.storage.step_log import RewindingLog, StepLog
+from drawloom.components.storage.step_log import StepLog, StepLogWriter
 from drawloom.ports import Batching, Mesh, RunFolder, Step
 
 FOLDER = "rows"
 
 
 @component(reads=("batches",), impact="safe")
-class Record:
+class Record(StepLogWriter):
     """
     Writer for `rows/rank-N.jsonl` in the run folder: one object per step, with a digest per row on this rank.
 
@@ -24,26 +22,14 @@ class Record:
     mesh: Mesh
     batching: Batching
 
-    _log: RewindingLog = internal(
-        attrs.Factory(lambda self: RewindingLog(self._truncate_all_and_open), takes_self=True)
-    )
-
     def run_phase(self, step: Step) -> None:
         """Append a step's digests. Removes later lines from a process that was killed or went back."""
         digests = [digest for batch in step.state["batches"] for digest in compute_row_digests(batch)]
-        self._log.append(
+        self.append(
             {"step": step.index, "part": self.batching.dp_rank, "parts": self.batching.dp_size, "rows": digests}
         )
 
-    def flush(self) -> None:
-        """Write the lines that are still in memory, and sync the file. Raises OSError if the disk refuses some."""
-        self._log.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._log.close()
-
-    def _truncate_all_and_open(self, step: int) -> StepLog:
+    def open_before(self, step: int) -> StepLog:
         """Open this rank's file, after rank 0 has removed lines from this step on in all files. A collective."""
         folder = create_folder_unless_link(self.folder.folder / FOLDER)
         if self.mesh.world.rank == 0:

@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-import attrs
-
-from drawloom import between, component, internal, setting
+from drawloom import between, component, setting
 from drawloom.components.phases.rollout import decode_segment
-from drawloom.components.storage.step_log import RewindingLog, StepLog
+from drawloom.components.storage.step_log import StepLog, StepLogWriter
 from drawloom.ports import (
     FAULTS,
     Cadence,
@@ -26,7 +24,7 @@ FILE = "rollouts.jsonl"
 
 
 @component(reads=("rollouts", "batches"), impact="safe")
-class RecordRollouts:
+class RecordRollouts(StepLogWriter):
     """
     Writer for `rollouts.jsonl` in the run folder: completions of some steps with rewards and advantages.
 
@@ -44,26 +42,15 @@ class RecordRollouts:
     )
     rows: int = setting("completions in a record", default=4, check=between(1, 10_001))
 
-    _log: RewindingLog = internal(attrs.Factory(lambda self: RewindingLog(self._rewind_and_open), takes_self=True))
-
     def run_phase(self, step: Step) -> None:
         """Append the step's first completions, if the step is recorded."""
         if self.mesh.world.rank or not is_due(self.every, step):
             return
         parts = zip(step.state["rollouts"], step.state["batches"], strict=True)
         rows = islice((row for scored, batch in parts for row in self._describe_completions(scored, batch)), self.rows)
-        self._log.append({"step": step.index, "completions": [*rows]})
+        self.append({"step": step.index, "completions": [*rows]})
 
-    def flush(self) -> None:
-        """Write the lines that are still in memory, and sync the file. Raises OSError if the disk refuses some."""
-        self._log.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._log.close()
-
-    def _rewind_and_open(self, step: int) -> StepLog:
-        """Open the file without lines from this step on."""
+    def open_before(self, step: int) -> StepLog:
         log = StepLog.open(self.folder.folder / FILE)
         log.rewind_and_get_last_step(step - 1)
         return log

@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import attrs
 
 from drawloom import internal
 from drawloom.components.storage.durable_files import CHUNK, open_to_append, read_file, replace_file
+from drawloom.graph import component_base_class
 
 
 @attrs.define(eq=False)
@@ -214,20 +216,23 @@ class StepLog:
             log.warning("%s is damaged: %s%s", self._file.path, text, known)
 
 
-@attrs.define
-class RewindingLog:
-    """Step log opened by `begin(step)` at the first step, and again when a run goes back to an earlier step."""
+@component_base_class
+class StepLogWriter:
+    """A node with a step log, opened at the first step, and again when a run goes back to an earlier step."""
 
-    begin: Callable[[int], StepLog]
     _log: StepLog | None = internal(None)
     _newest: int = internal(0)
+
+    @abstractmethod
+    def open_before(self, step: int) -> StepLog:
+        """Return the log, opened for appending, without lines from `step` on."""
 
     def append(self, row: Row) -> None:
         """Append a step's row. An earlier process's lines for this and later steps are removed first."""
         step = row["step"]
         if self._log is None or step <= self._newest:
             self.close()
-            self._log = self.begin(step)
+            self._log = self.open_before(step)
         self._newest = step
         self._log.append(row)
 
