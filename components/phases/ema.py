@@ -66,14 +66,14 @@ class WeightAverage:
 
     @contextmanager
     def _replace_weights_by_averages(self) -> Iterator[None]:
-        weights = [(part, self._averages[name]) for name, part in self.parameters.named_parameters() if self._averages]
-        before = [part.detach().clone() for part, _ in weights]
+        parameters = self.parameters.named_parameters() if self._averages else ()
+        weights = [(name, part, part.detach().clone()) for name, part in parameters]
         try:
-            for part, average in weights:
-                _copy_into_parameter(part, average)
+            for name, part, _ in weights:
+                _copy_into_parameter(part, self._averages[name])
             yield
         finally:
-            for (part, _), weight in zip(weights, before, strict=True):
+            for _, part, weight in weights:
                 _copy_into_parameter(part, weight)
 
     def device_bytes(self) -> dict[MemoryKind, int]:
