@@ -181,8 +181,7 @@ class Connections:
         settled = threading.Event()
         self._waiting.add(settled)
         # gloo's waits copy some results, and only a thread in inference mode may write to its tensors
-        in_same_mode = torch.inference_mode(torch.is_inference_mode_enabled())(function)
-        call = self._helpers.start(in_same_mode, settled)
+        call = self._helpers.start(torch.inference_mode(torch.is_inference_mode_enabled())(function), settled)
         while not (self.is_broken or call.is_done):
             settled.wait()
         end = time.monotonic() + seconds

@@ -132,7 +132,7 @@ class MultiToken(NextToken):
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Report ranks along `tensor` or `context`, circular pipelines, and last layers with links to others."""
-        mesh, model = node.neighbour("mesh"), node.neighbour("model")
+        mesh, model = map(node.neighbour, ("mesh", "model"))
         for dimension in ("tensor", "context"):
             if mesh is not None and mesh.settings.get(dimension, 1) != 1:
                 text = f"[{node.name}] predicts further tokens on whole rows and products"
@@ -189,19 +189,15 @@ class MultiToken(NextToken):
             reset()
         if self.layers is None:
             for name, parameter in owner.named_parameters(recurse=False) if ".layer." in path else ():
-                rank_slice, inner = self._get_rank_slice(parameter, shapes[name]), path.partition(".layer.")[2]
-                self.model.initialize_parameter(f"{inner}.{name}", parameter, torch.initial_seed(), rank_slice)
+                shape, inner = shapes[name], f"{path.partition('.layer.')[2]}.{name}"
+                first = self.mesh.indices.expert * len(parameter) % shape[0]
+                part = TensorSlice(shape, (first, *[0] * (len(shape) - 1)), parameter.shape)
+                self.model.initialize_parameter(inner, parameter, torch.initial_seed(), part)
             return
         own = {f"{LOSS}.{path}.{name}": tensor for name, tensor in owner.state_dict().items() if "." not in name}
         for name, tensor in stream_converted_tensors(self._source, select_outputs(self._mapper.inverse(), own)):
-            own[name].copy_(tensor[self._get_rank_slice(own[name], tensor.shape).index()])
-
-    def _get_rank_slice(self, tensor: Tensor, shape: torch.Size) -> TensorSlice:
-        """Return this rank's slice of a parameter of this shape: some of the experts, or the whole parameter."""
-        if tensor.shape == shape:
-            return TensorSlice.whole(tuple(shape))
-        start = self.mesh.indices.expert * tensor.shape[0]
-        return TensorSlice(tuple(shape), (start, *[0] * (len(shape) - 1)), tuple(tensor.shape))
+            parts = tensor.reshape(-1, *own[name].shape)  # ranks' experts
+            own[name].copy_(parts[self.mesh.indices.expert % len(parts)])
 
     @cached_property
     def module(self) -> nn.Module | None:
@@ -224,12 +220,11 @@ class MultiToken(NextToken):
         count, whole = self.model.num_hidden_layers, model.forward_flops()
         further = model.forward_flops(LayerRange(count - 1, count, embedding=False, head=True))
         by_parameter = defaultdict(float, whole.by_parameter)
-        for name, flops in further.by_parameter.items():
-            for number in range(self.depth):
-                by_parameter[f"{LOSS}.{number}.layer.{name}" if ".layers." in name else name] += flops
         layers: Any = self.module
         for number, layer in enumerate(layers):
             by_parameter[f"{LOSS}.{number}.eh_proj.weight"] = 2.0 * layer.eh_proj.weight.numel()
+            for name, flops in further.by_parameter.items():
+                by_parameter[f"{LOSS}.{number}.layer.{name}" if ".layers." in name else name] += flops
         pairs = {key: flops + self.depth * further.per_pair.get(key, 0.0) for key, flops in whole.per_pair.items()}
         return ForwardFlops(by_parameter, pairs, whole.per_token + self.depth * further.per_token)
 
@@ -262,8 +257,9 @@ class MultiToken(NextToken):
         layers: Any = self.module
         for depth, layer in enumerate(layers, 1):
             # Tokens without a target so far ahead in their document get other targets, and no weight.
-            ahead = (x.roll(-depth, 1) for x in (embedded, batch.targets, batch.weights, batch.document_ids))
-            next_embedded, targets, weights, documents = ahead
+            next_embedded, targets, weights, documents = (
+                x.roll(-depth, 1) for x in (embedded, batch.targets, batch.weights, batch.document_ids)
+            )
             weights = weights * (documents == batch.document_ids)
             weights[:, -depth:] = 0.0
             state = layer(state, next_embedded, context)

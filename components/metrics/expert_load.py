@@ -10,7 +10,7 @@ from drawloom import UserError, component, internal, setting
 from drawloom.components.metrics.pass_sums import PassSums
 from drawloom.ports import ExpertRouter, Mesh, MetricTotals, MetricValues, Stages, Step, Value, find_routers
 
-LAYER = re.compile(r"^(?!loss\.)(?:.*\.)?layers\.(\d+)\.")  # a loss may have layers of its own
+LAYER = re.compile(r"^(?!loss\.)(?:.*\.)?layers\.(\d+)(?:\.|$)")  # a loss may have layers of its own
 
 
 @component(impact="safe")
@@ -34,7 +34,10 @@ class ExpertLoad(PassSums):
 
     def open(self) -> None:
         """Gather all stages' routers, and observe this rank's. Raises UserError if there are none."""
-        local = {_layer_number_or_path(path): router for path, router in find_routers(self.stages).items()}
+        local = {
+            match[1] if (match := LAYER.match(path)) else path: router
+            for path, router in find_routers(self.stages).items()
+        }
         by_rank = self.mesh.pipeline_group.gather_json({name: router.num_experts for name, router in local.items()})
         sizes: dict[str, int] = {name: size for rank_sizes in by_rank for name, size in rank_sizes.items()}
         if not sizes:
@@ -81,9 +84,3 @@ class ExpertLoad(PassSums):
             row[-1] += scores.any(-1).sum()  # padding has no scores
 
         return add
-
-
-def _layer_number_or_path(path: str) -> str:
-    """Return a router's layer number, or its whole path outside numbered layers."""
-    match = LAYER.match(f"{path}.")
-    return match[1] if match else path

@@ -32,8 +32,9 @@ class LayerNorms:
         """Gather all stages' layers."""
         local = [layer_number_or_module_name(name) for name, _ in self.parameters.named_parameters()]
         names = {name for rank_names in self.mesh.pipeline_group.gather_json(local) for name in rank_names}
-        numbers, words = ([name for name in names if name.isdecimal() is is_number] for is_number in (True, False))
-        self._layers = [*sorted(numbers, key=int), *sorted(words)]
+        self._layers = sorted(
+            names, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name)
+        )
 
     def run_phase(self, step: Step) -> None:
         """Sum squared gradients and weights while there are gradients."""
@@ -68,8 +69,11 @@ class LayerNorms:
 
     def _sum_squares_by_layer(self, owned: list[tuple[str, nn.Parameter]], tensor_of: Any) -> Tensor:
         """Sum the parameters' squared elements by layer: float64 (layers,)."""
-        tensors = [(layer_number_or_module_name(name), tensor_of(parameter)) for name, parameter in owned]
-        present = [(self._layers.index(layer), tensor) for layer, tensor in tensors if tensor is not None]
+        present = [
+            (self._layers.index(layer_number_or_module_name(name)), tensor)
+            for name, parameter in owned
+            if (tensor := tensor_of(parameter)) is not None
+        ]
         if not present:
             return torch.zeros(len(self._layers), dtype=torch.float64)
         norms = torch.stack([*torch._foreach_norm([tensor.detach() for _, tensor in present], 2, dtype=torch.float64)])

@@ -41,13 +41,11 @@ class RolloutMetrics:
     def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return the sums over this rank's completions."""
         values: dict[str, Tensor] = {}
-        for scored in step.state.get("rollouts", []):
+        rollouts, losses = step.state.get("rollouts", []), read_losses_on_last_stage(step)
+        for scored in rollouts:
             for name, value in _sum_over_completions(scored, [*self.rewards], step.index).items():
                 values[name] = values[name] + value if name in values else value
-        losses, is_fresh = (
-            read_losses_on_last_stage(step),
-            all(scored.age == 0 for scored in step.state.get("rollouts", [])),
-        )
+        is_fresh = all(scored.age == 0 for scored in rollouts)
         if losses is not None and is_fresh and LARGEST_DIFFERENCE in losses["sums"]:
             values[LARGEST_DIFFERENCE] = losses["sums"][LARGEST_DIFFERENCE].max()
         return values

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drawloom import NodeView, Problem, between, component, internal, setting
 from drawloom.ports import MemoryKind, NodeState, Parameters, Step, TensorSlice
@@ -66,22 +66,21 @@ class WeightAverage:
 
     @contextmanager
     def _replace_weights_by_averages(self) -> Iterator[None]:
-        weights = [(part, self._averages[name]) for name, part in self.parameters.named_parameters() if self._averages]
-        before = [part.detach().clone() for part, _ in weights]
+        parameters = self.parameters.named_parameters() if self._averages else ()
+        weights = [(name, part, part.detach().clone()) for name, part in parameters]
         try:
-            for part, average in weights:
-                _copy_into_parameter(part, average)
+            # in place, so the version counters mark casts of the weights as outdated
+            for name, part, _ in weights:
+                part.detach().copy_(self._averages[name])
             yield
         finally:
-            for (part, _), weight in zip(weights, before, strict=True):
-                _copy_into_parameter(part, weight)
+            for _, part, weight in weights:
+                part.detach().copy_(weight)
 
     def device_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the averages as optimizer state."""
-        sizes = (
-            part.numel() * _float32_or_wider(part.dtype).itemsize for _, part in self.parameters.named_parameters()
-        )
-        return {"optimizer_state": sum(sizes)}
+        state = self.forecast_state_after_first_step()
+        return {"optimizer_state": sum(part["average"].nbytes for part in state.values())}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.parameter_slices()
@@ -116,12 +115,6 @@ def _float32_or_wider(dtype: torch.dtype) -> torch.dtype:
 
 def _cast_to_float32_or_wider(tensor: Tensor) -> Tensor:
     return tensor.to(_float32_or_wider(tensor.dtype))
-
-
-@torch.no_grad()
-def _copy_into_parameter(parameter: nn.Parameter, value: Tensor) -> None:
-    """Copy a value into a parameter in place, so its version counter marks its casts as outdated."""
-    parameter.copy_(value)
 
 
 def _may_have_average(kind: type) -> bool:
