@@ -69,7 +69,7 @@ def register_kernel(
     Register a function that launches kernels as the operator `drawloom::<name>`.
 
     The function fills its first parameter, a tensor or a tuple of tensors; its other parameters are the operator's
-    arguments. `results` allocates what the function fills, and its parameters name some of the operator's arguments.
+    arguments. `results` allocates the first parameter, and its parameters name some of the operator's arguments.
     Otherwise this is `register_operator`, with `results` as `fake`.
     """
 

@@ -107,7 +107,7 @@ def _format_edge(graph: Graph, node: Node, field: Field) -> str:
 
 
 def _format_container_field(graph: Graph, field: Field, root: str) -> str:
-    """Format a field that the container fills: with the recipe, or with all nodes that implement one of its ports."""
+    """Format a field filled by the container: with the recipe, or with all nodes implementing one of its ports."""
     if field.kind == "recipe":
         return f"{field.name}: the resolved recipe"
     fitting = [
