@@ -128,8 +128,8 @@ def write_hugging_face_folder(
 
     The group's stages together form the model. All ranks call this. `max_shard` is in bytes; without `dtype` tensors
     keep their dtypes; `step` is the weights' step, if known; generation ends at the ends of `chats`, too, and a
-    template of theirs replaces the tokenizer's. Adapters are merged into the weights. Other files and keys come from the folder
-    `base`, by default the folder of the initial weights.
+    template of theirs replaces the tokenizer's. Adapters are merged into the weights. Other files and keys come from
+    the folder `base`, by default the folder of the initial weights.
     With a Scorer as `loss`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the language
     model's; the layers of a LayeredLoss are in it, too.
     Raises UserError if the stages are not the whole model or the target exists.
