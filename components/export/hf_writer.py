@@ -34,6 +34,7 @@ from drawloom.ports import (
     STATE,
     ChatTokenizer,
     ConfigJson,
+    EndsAnswers,
     Group,
     LanguageModel,
     LayeredLoss,
@@ -120,14 +121,15 @@ def write_hugging_face_folder(
     max_shard: int = MAX_SHARD,
     dtype: torch.dtype | None = None,
     step: int | None = None,
-    end_ids: Collection[int] = (),
+    chats: Collection[EndsAnswers] = (),
 ) -> None:
     """
     Write safetensors, `config.json` and the tokenizer files; the folder appears complete or not at all.
 
     The group's stages together form the model. All ranks call this. `max_shard` is in bytes; without `dtype` tensors
-    keep their dtypes; `step` is the weights' step, if known; generation ends at `end_ids`, too. Adapters are merged
-    into the weights. Other files and keys come from the folder `base`, by default the folder of the initial weights.
+    keep their dtypes; `step` is the weights' step, if known; generation ends at the ends of `chats`, too, and a
+    template of theirs replaces the tokenizer's. Adapters are merged into the weights. Other files and keys come from
+    the folder `base`, by default the folder of the initial weights.
     With a Scorer as `loss`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the language
     model's; the layers of a LayeredLoss are in it, too.
     Raises UserError if the stages are not the whole model or the target exists.
@@ -150,9 +152,12 @@ def write_hugging_face_folder(
         contents.write_config_and_kept_files(folder, files, tokenizer, is_cast=dtype is not None)
         if tokenizer is not None:
             # A classifier generates no text: the tokenizer's own end is enough.
-            others = [] if is_classifier else sorted({*end_ids} - {tokenizer.eos_id})
+            end_ids = frozenset[int]().union(*(chat.answer_end_ids for chat in chats))
+            others = [] if is_classifier else sorted(end_ids - {tokenizer.eos_id})
             add_generation_end_ids(folder, [tokenizer.eos_id, *others])
             tokenizer.save(folder)  # after the config, which determines the tokenizer class of transformers
+            for template in [chat.template for chat in chats if chat.template is not None][:1]:
+                (folder / "chat_template.jinja").write_bytes(template.read_bytes())
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
 

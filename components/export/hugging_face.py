@@ -32,7 +32,7 @@ class HuggingFaceExport(FolderExport):
     trainer_state.json has the weights' step as `global_step`, as in checkpoints from Hugging Face's Trainer. With an
     `average`, the averaged weights are exported. A loss with a head, such as a reward model's, makes it a folder for
     AutoModelForSequenceClassification. After a run on conversations, `eos_token_id` in generation_config.json also has
-    the ids at the end of answers.
+    the ids at the end of answers, and a `template` of the conversations is the folder's.
     """
 
     folder_name: ClassVar[str] = "export"
@@ -72,6 +72,6 @@ class HuggingFaceExport(FolderExport):
             max_shard=self.max_shard,
             dtype=None if self.dtype is None else DTYPES[self.dtype],
             step=step,
-            end_ids=frozenset().union(*(chat.answer_end_ids for chat in self.chats.values())),
+            chats=[*self.chats.values()],
         )
         log.info("exported to %s", target)

@@ -135,6 +135,10 @@ class EndsAnswers(Protocol):
     def answer_end_ids(self) -> frozenset[int]:
         """Ids to end an answer: a text's ends, and the chat template's; empty without conversations."""
 
+    @property
+    def template(self) -> Path | None:
+        """File with the chat template; None for the tokenizer's."""
+
 
 @port
 class ChatPrompts(Protocol):

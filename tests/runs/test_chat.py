@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from drawloom.graph.cli.main import main
-from support.chat import say, tokenizer_folder
+from support.chat import CHATML, say, tokenizer_folder
 from support.runs import QWEN3, drawloom
 
 SETTINGS = """
@@ -68,6 +68,16 @@ def test_runs_and_exports_answer_several_messages(
     theirs = model.generate(ids, max_length=64, do_sample=False, pad_token_id=end)
     assert int(theirs[0, -1]) == end and theirs.shape[1] < 64
     assert answer["content"] == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_the_export_has_the_template_of_the_conversations(lab: Path) -> None:
+    """A run with a template of its own exports this one, not the base's."""
+    text = CHATML.replace("message.role", "message.role | upper").replace(">assistant", ">ASSISTANT")
+    (lab / "own.jinja").write_text(text, "utf-8")
+    words = ("run.name=own", "vars.base=base", "vars.length=64", 'tokens.paths=["mine.jsonl"]', "trainer.steps=1")
+    (outcome,) = drawloom(lab, "run", "sft.toml", *words, "tokens.template=own.jinja")
+    assert outcome.code == 0, outcome.text
+    assert transformers.AutoTokenizer.from_pretrained(lab / "runs/own/export").chat_template == text
 
 
 def test_impossible_chats_are_refused(

@@ -32,7 +32,6 @@ class ExportCommand(CheckpointCommand):
             model = run.nodes.get(LanguageModel)
             if isinstance(model, ModelWithoutExport):
                 raise UserError(f"{run.folder} can't be exported: transformers has no class for its model", exit_code=2)
-            ends = [node.answer_end_ids for node in run.nodes.values() if isinstance(node, EndsAnswers)]
             write_hugging_face_folder(
                 self.to,
                 model,
@@ -41,6 +40,6 @@ class ExportCommand(CheckpointCommand):
                 loss=run.nodes.get(Loss),
                 base=find_base_folder_of_run(run.folder),
                 step=run.step,
-                end_ids=frozenset().union(*ends),
+                chats=[node for node in run.nodes.values() if isinstance(node, EndsAnswers)],
             )
         return ExportResult(self.to, run.step)
