@@ -101,8 +101,8 @@ def encode_message_alone(
     end = match_control_token_after(whole[:cut], whole, tokenizer.control_tokens)
     if end is not None and int(tokenizer.encode_with_control_tokens(whole[cut:end].lstrip())[-1]) in end_ids:
         cut = end
-    message = Span(2, cut, len(whole), 1.0)
-    encoded = encode_rendered_conversation(tokenizer, attrs.evolve(rendered, text=whole, trained=(message,)), None)
+    span = Span(2, cut, len(whole), 1.0)
+    encoded = encode_rendered_conversation(tokenizer, attrs.evolve(rendered, text=whole, trained=(span,)), None)
     return encoded.ids[encoded.weights > 0]
 
 
