@@ -120,7 +120,7 @@ def test_a_descriptor_reused_since_the_sockets_were_listed_stays_open(monkeypatc
 
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_wait_can_write_to_tensors_of_inference_mode(mode: bool) -> None:
-    """An operation's wait runs in the caller's inference mode: a reduce-scatter of gloo writes its result there."""
+    """A wait runs in the caller's inference mode, because gloo's reduce-scatter writes its result there."""
     with torch.inference_mode(mode):
         output = torch.zeros(1)
         Connections().call_until_broken(lambda: output.add_(1))

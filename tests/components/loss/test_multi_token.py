@@ -236,7 +236,7 @@ def write_by_hand(kind: Any, folder: Path) -> set[str]:
 
 @attrs.frozen
 class ExpertMesh(SingleRankMesh):
-    """The mesh of one of two ranks that partition the experts."""
+    """One rank's mesh, with partitioned experts."""
 
     rank: int = 0
 
@@ -247,7 +247,7 @@ class ExpertMesh(SingleRankMesh):
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_expert_ranks_begin_with_slices_of_the_same_experts(is_read: bool, tmp_path: Path) -> None:
-    """Drawn or read from a folder, the extra layer's experts on two ranks are together those of one process."""
+    """Drawn or read from a folder, two ranks' experts together equal one process's."""
     layers = tmp_path / "base" if is_read else None
     write_by_hand(DeepseekV3, tmp_path / "base")
     model = small(DeepseekV3, **SPARSE_SIZES | {"num_experts": 4, "vocab_size": 260} | LATENT)

@@ -59,7 +59,7 @@ def test_all_microbatches_of_a_step_count_alike_and_no_evaluation(one_rank: Any,
 
 
 def test_layers_of_the_loss_are_not_layers_of_the_model(one_rank: Any) -> None:
-    """A layer with the same number in the loss, as for multi-token prediction, changes no value."""
+    """A loss layer changes no value for the model layer with its number."""
     module = Layers([4])
     module.loss = Layers([4])
     metric = open_metric(one_rank, module)

@@ -63,7 +63,7 @@ def test_values_cover_all_microbatches(one_rank: Any) -> None:
 
 
 def test_layers_of_the_loss_have_values_of_their_own(one_rank: Any) -> None:
-    """A layer with the same number in the loss, as for multi-token prediction, adds nothing to the model's layer."""
+    """A loss layer adds nothing to the model layer with its number."""
     module = Layers(3)
     module.loss = Layers(3)
     metric = open_metric(one_rank, module)
