@@ -31,11 +31,8 @@ class StateHashes(StepLogWriter):
         self.append({"step": step.index, "digests": hashes})
 
     def open_before(self, step: int) -> StepLog:
-        step_log = StepLog.open(
-            create_folder_unless_link(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl"
-        )
-        step_log.rewind_and_get_last_step(step - 1)
-        return step_log
+        folder = create_folder_unless_link(self.folder.folder / FOLDER)
+        return StepLog.open_before(folder / f"rank-{self.mesh.world.rank}.jsonl", step)
 
 
 def hash_states(states: dict[str, dict[str, object]]) -> dict[str, str]:

@@ -35,8 +35,6 @@ class Record(StepLogWriter):
         if self.mesh.world.rank == 0:
             # all ranks: an earlier start may have had more ranks than this one
             for path in folder.glob("rank-*.jsonl"):
-                earlier = StepLog.open(path)
-                earlier.rewind_and_get_last_step(step - 1)
-                earlier.close()
+                StepLog.open_before(path, step).close()
         self.mesh.world.gather_json(None)  # a barrier: no rank appends before the files are cut
         return StepLog.open(folder / f"rank-{self.mesh.world.rank}.jsonl")

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom import component, internal, setting
-from drawloom.components.data.sources.documents import DividedCorpus, Part
-from drawloom.ports import Corpus, RunInfo, Split, TokenDocuments, Tokenizer
+from drawloom import component, setting
+from drawloom.components.data.sources.documents import DividedCorpus, EncodedCorpus, Part
+from drawloom.ports import Corpus, RunInfo, Split, TokenDocuments
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 CACHE = ".tokens"
@@ -18,7 +18,7 @@ log = logging.getLogger("drawloom.data")
 
 
 @component
-class TokenizedText:
+class TokenizedText(EncodedCorpus):
     """
     A text corpus's tokenized documents, with end tokens; empty documents are dropped.
 
@@ -27,12 +27,10 @@ class TokenizedText:
     """
 
     corpus: Corpus
-    tokenizer: Tokenizer
     job: RunInfo
     cache: Path | None = setting(
         "folder for cached token stores; default: `.tokens` beside the run folder", default=None, impact="safe"
     )
-    _splits: dict[Split, TokenDocuments] = internal(factory=dict)
 
     def open(self) -> None:
         """
@@ -45,23 +43,6 @@ class TokenizedText:
             from drawloom.components.data.token_arrays import tokenize_split
 
             self._splits = {split: tokenize_split(self.corpus, self.tokenizer, split) for split in SPLITS}
-
-    def close(self) -> None:
-        """Close the stores."""
-        self._splits = {}
-
-    @property
-    def vocab_size(self) -> int:
-        """The tokenizer's vocabulary size."""
-        return self.tokenizer.vocab_size
-
-    @property
-    def eos_id(self) -> int:
-        """The tokenizer's end token."""
-        return self.tokenizer.eos_id
-
-    def documents(self, split: Split) -> TokenDocuments:
-        return self._splits[split]
 
     def _open_or_build_store(self, parts: Sequence[Part], split: Split) -> TokenDocuments:
         """Open a split's cached store, after writing or completing it if necessary."""

@@ -143,7 +143,7 @@ class Generation:
         return PrefixStore(f"drawloom/{self.name}", launch_store.underlying_store)
 
     def find_local_pids(self) -> dict[int, int]:
-        """Return the process ids of the members on this machine, by rank."""
+        """Return the members' process ids on this machine, by rank."""
         machine = RunProcess.of_this_process().machine
         return {rank: member.pid for rank, member in enumerate(self.members) if member.machine == machine}
 
@@ -166,7 +166,7 @@ class Generation:
             os.environ["LOCAL_RANK"] = str(local_rank)
 
     def describe_membership_change_to(self, following: "Generation") -> str:
-        """Return a message with the numbers of staying and of joining members."""
+        """Return a message with how many members stay and join."""
         new = [member for member in following.members if member not in self.members]
         staying = f"{len(following.members) - len(new)} of {len(self.members)} processes continue"
         joining = f"{len(new)} process{'es join' if len(new) > 1 else ' joins'}"

@@ -17,16 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from drawloom import NodeView, Problem, UserError, component, internal
+from drawloom.components.metrics.pass_sums import PassSums
 from drawloom.ports import (
     ONE_STEP_ROLLOUT,
     OPS,
-    Accumulator,
     Action,
-    Device,
     ExpertModel,
     KeyValueCache,
     MakesRows,
-    Metric,
     MetricTotals,
     MetricValues,
     Operation,
@@ -57,7 +55,7 @@ class ReplayingRouter:
 
 
 @component(reads=("rollouts", "batches"))
-class ReplayedRoutes(PassFeature, Metric):
+class ReplayedRoutes(PassFeature, PassSums):
     """
     Replayed routes for reinforcement learning: tokens visit the experts that the sampler chose for them.
 
@@ -74,7 +72,6 @@ class ReplayedRoutes(PassFeature, Metric):
     }
 
     stages: Stages
-    device: Device
     _routers: dict[str, Any] = internal(factory=dict)
     _cache: KeyValueCache | None = internal(None)
     _recorded: dict[str, list[Tensor]] = internal(factory=dict)
@@ -83,7 +80,6 @@ class ReplayedRoutes(PassFeature, Metric):
     _recorded_shape: torch.Size | None = internal(None)  # of a pass by the sampler
     _replayed: dict[str, Tensor] = internal(factory=dict)  # in a pass over a microbatch
     _counts_choices: bool = internal(False)
-    _sums: Tensor = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -109,7 +105,7 @@ class ReplayedRoutes(PassFeature, Metric):
 
     def open(self) -> None:
         """Observe this rank's routers."""
-        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device.device)
+        self.allocate_sums(2)  # other choices, and all
         for path, router in find_routers(self.stages).items():
             module: Any = router
             put_class_before(module, ReplayingRouter)
@@ -190,21 +186,6 @@ class ReplayedRoutes(PassFeature, Metric):
                     for path, values in routes.items()
                 }
             )
-
-    def forget_passes(self) -> None:
-        """Drop the differences of passes that are repeated."""
-        self._sums.zero_()
-
-    @property
-    def accumulators(self) -> Mapping[str, Accumulator]:
-        """The number of other choices, and of all."""
-        return {"sums": Accumulator(shape=(2,), scope="activations")}
-
-    def measure_on_rank(self, step: Step) -> MetricTotals:
-        """Return the counts since the last step."""
-        sums = self._sums.clone()
-        self._sums.zero_()
-        return {"sums": sums}
 
     def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return other choices' share; None without choices."""

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from drawloom import Problem, at_least, between, setting
 from drawloom.components.learning_rate.lengths import (
@@ -30,6 +30,9 @@ class AfterWarmup:
     A warm-up's first step has the factor `start`, and the step after the warm-up 1. A length in tokens needs
     `batching = "@batch"` and `rows = "@packing"`, and ends with the step at which the tokens are reached.
     """
+
+    has_fixed_end: ClassVar[bool] = True
+    """Whether the curve ends at the run's last step."""
 
     batching: Batching | None = None
     rows: PackedDataset | None = None
@@ -84,8 +87,8 @@ class AfterWarmup:
 
     @classmethod
     def depends_on_total_steps(cls, node: Any) -> bool:
-        """Return whether another step count would change any step's factor; True unless overridden."""
-        return True
+        """Return whether another step count would change any step's factor."""
+        return cls.has_fixed_end or node.settings["warmup_percent"] is not None
 
     @classmethod
     def check_total_steps(cls, node: Any, total: int) -> Iterator[Problem]:

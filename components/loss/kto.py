@@ -13,12 +13,12 @@ from torch import Tensor
 
 from drawloom import UserError, above, at_least, component, setting
 from drawloom.components.loss.decoder_inputs import compute_target_logps
-from drawloom.components.loss.pairwise import PairInputs, sum_by_answer
+from drawloom.components.loss.pairwise import PairInputs, ReferenceLogps, sum_by_answer
 from drawloom.ports import Head, LossSums, TokenBatch
 
 
 @component
-class Kto(PairInputs):
+class Kto(ReferenceLogps, PairInputs):
     """
     KTO: 1 - sigmoid(beta * (r - z)) of a good answer, and 1 - sigmoid(beta * (z - r)) of a bad one, times a weight.
 
@@ -40,12 +40,6 @@ class Kto(PairInputs):
         default=1.0,
         check=at_least(0),
     )
-
-    def reference_values(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
-        return compute_target_logps(hidden, head, batch)
-
-    def with_reference(self, batch: TokenBatch, values: Tensor) -> TokenBatch:
-        return batch.evolve(reference=values)
 
     def compute_part_of_step_sums(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the weighted sum of mismatched answers' log-ratios, and the sum of weights: float64 (2,)."""

@@ -61,6 +61,16 @@ class PairInputs(DecoderInputs):
         ) else context
 
 
+class ReferenceLogps:
+    """Base class for losses whose reference model computes the targets' log-probabilities."""
+
+    def reference_values(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+        return compute_target_logps(hidden, head, batch)
+
+    def with_reference(self, batch: TokenBatch, values: Tensor) -> TokenBatch:
+        return batch.evolve(reference=values)
+
+
 @component_base_class
 class PairwiseLoss(PairInputs):
     """
@@ -83,10 +93,6 @@ class PairwiseLoss(PairInputs):
         """Return every pair's loss: float64 (rows, pairs), finite for pairs without tokens."""
         raise NotImplementedError
 
-    def token_logps(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
-        """Return the log-probabilities of targets with a weight, at least float32 (rows, length), 0 elsewhere."""
-        return compute_target_logps(hidden, head, batch)
-
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:
         """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""
         documents, is_answer = batch.document_ids, batch.weights > 0
@@ -94,7 +100,7 @@ class PairwiseLoss(PairInputs):
             every = -head.token_losses(hidden, batch.targets)[0]
             logps, chosen_document_mean_nll = every * is_answer, _compute_chosen_document_mean_nll(every, batch)
         else:
-            logps, chosen_document_mean_nll = self.token_logps(hidden, head, batch), None
+            logps, chosen_document_mean_nll = compute_target_logps(hidden, head, batch), None
         # The difference is of documents, because the data contain sums over documents, not log-probabilities of tokens.
         sums = sum_by_answer(logps, documents)
         counts = sum_by_answer(is_answer, documents).clamp_min(1)
@@ -117,7 +123,7 @@ class PairwiseLoss(PairInputs):
 
 
 @component_base_class
-class ReferencedLoss(PairwiseLoss):
+class ReferencedLoss(ReferenceLogps, PairwiseLoss):
     """
     Base for losses with rewards relative to a reference model.
 
@@ -129,12 +135,6 @@ class ReferencedLoss(PairwiseLoss):
         default="adapters",
     )
     beta: float = setting("strength of the pull to the reference model", default=0.1, check=above(0))
-
-    def reference_values(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
-        return self.token_logps(hidden, head, batch)
-
-    def with_reference(self, batch: TokenBatch, values: Tensor) -> TokenBatch:
-        return batch.evolve(reference=values)
 
     def _sum_reference_logps_by_answer(self, batch: TokenBatch) -> Tensor:
         if batch.reference is None:

@@ -1,4 +1,4 @@
-"""Partition of a model's layers over pipeline stages."""
+"""A model's layers, partitioned over pipeline stages."""
 
 from collections.abc import Sequence
 from itertools import accumulate

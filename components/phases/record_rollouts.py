@@ -51,9 +51,7 @@ class RecordRollouts(StepLogWriter):
         self.append({"step": step.index, "completions": [*rows]})
 
     def open_before(self, step: int) -> StepLog:
-        log = StepLog.open(self.folder.folder / FILE)
-        log.rewind_and_get_last_step(step - 1)
-        return log
+        return StepLog.open_before(self.folder.folder / FILE, step)
 
     def _describe_completions(self, scored: Scored, batch: PolicyBatch) -> Iterator[dict[str, Any]]:
         """Yield a microbatch's completions as JSON objects."""

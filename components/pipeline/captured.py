@@ -221,7 +221,7 @@ class MicrobatchGraphs:
         """
         Launch a backward graph by name, and return the input gradients.
 
-        `grads` are the gradients of the outputs, with any shapes; None for losses, and for weight gradients.
+        `grads` are the outputs' gradients, with any shapes; None for losses, and for weight gradients.
         """
         if grads is not None:
             _copy_tree_into(self._grads, grads)

@@ -152,6 +152,13 @@ class StepLog:
         """Open a file, and create it if it is missing. Raises UserError if it is a link or not a regular file."""
         return cls(AppendedFile.open(path))
 
+    @classmethod
+    def open_before(cls, path: Path, step: int) -> "StepLog":
+        """Open a file without the lines from this step on."""
+        step_log = cls.open(path)
+        step_log.rewind_and_get_last_step(step - 1)
+        return step_log
+
     def append(self, row: Row) -> None:
         """Append a row with a `step`, and try to write it at once."""
         with self._lock:

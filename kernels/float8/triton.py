@@ -46,6 +46,7 @@ from drawloom.kernels.triton.primitives import (
     cache_launches,
     cdiv,
     check_floats,
+    choose_tile_warp_count,
     load_float32,
     load_or_zero,
     mask_tile,
@@ -800,7 +801,7 @@ def _quantize_expert_swiglu(quantized: tuple[Tensor, Tensor], gate_and_up: Tenso
             gate_and_up.stride(0),
             ROWS=rows,
             BLOCK=block,
-            num_warps=_choose_tile_warp_count(rows * block),
+            num_warps=choose_tile_warp_count(rows * block),
         )
 
 
@@ -832,13 +833,8 @@ def _quantize_expert_swiglu_gradient(
             gate_and_up.stride(0),
             ROWS=rows,
             BLOCK=block,
-            num_warps=_choose_tile_warp_count(rows * block),
+            num_warps=choose_tile_warp_count(rows * block),
         )
-
-
-def _choose_tile_warp_count(elements: int) -> int:
-    """Return the warps for 16 elements per thread."""
-    return max(1, min(elements // 512, 32))
 
 
 def _allocate_factors(left: Tensor, left_scale: Tensor, right: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -777,7 +777,7 @@ def _backward(
     written: Tensor,
 ) -> None:
     """
-    Fill `grads`: the gradients of q, k, v, g, beta and state.
+    Fill `grads`: gradients for q, k, v, g, beta and state.
 
     `grad` is the results' gradient, and `grad_state` the last state's. `decays`, `inverse` and `written` are the
     forward pass's other results, see `_allocate_forward`.

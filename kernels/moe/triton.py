@@ -253,7 +253,7 @@ def _copy_tokens_to_rows(
     Copy tokens to their choices' rows, times probabilities if `weighted`. Results are as in `_allocate_copied_rows`.
 
     x (tokens, hidden_size), others (count, hidden_size), probabilities and dest_row (tokens, top_k), offsets
-    (experts,). A product is the dot product of a token with its choice's row in `others`, the probability's gradient.
+    (experts,). A product is a token's dot product with its choice's row in `others`, the probability's gradient.
     """
     rows, row_scalars, products = results
     if not dest_row.numel():

@@ -21,6 +21,7 @@ from drawloom.kernels.triton.primitives import (
     cache_launches,
     cdiv,
     check_floats,
+    choose_tile_warp_count,
     load_float32,
     load_or_zero,
     next_power_of_2,
@@ -136,7 +137,7 @@ def launch_forward(
         ZERO_CENTRED=zero_centered,
         ROWS=tile_rows,
         BLOCK=block,
-        num_warps=_choose_warp_count(tile_rows * block),
+        num_warps=choose_tile_warp_count(tile_rows * block),
     )
 
 
@@ -182,15 +183,10 @@ def _backward(
         ZERO_CENTRED=zero_centered,
         ROWS=tile_rows,
         BLOCK=block,
-        num_warps=_choose_warp_count(tile_rows * block),
+        num_warps=choose_tile_warp_count(tile_rows * block),
     )
     if parts is not None:
         sum_partials(parts, grad_weight)
-
-
-def _choose_warp_count(elements: int) -> int:
-    """Return the warps for 16 elements per thread: two loads of 16 bytes in half precision, to hide latency."""
-    return max(1, min(elements // 512, 32))
 
 
 # fmt: off
@@ -201,7 +197,7 @@ def norm_rows(
 ):
     # fmt: on
     """
-    Norm the program's rows of x, or of x + residual, and store this sum, the norm and rstd.
+    Norm the program's rows in x, or in x + residual, and store this sum, the norm and rstd.
 
     Return the stored norm (ROWS, BLOCK), and its rows (ROWS, 1) and columns (1, BLOCK), for a kernel that casts it.
     """

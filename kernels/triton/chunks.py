@@ -283,7 +283,7 @@ class ChunkSizes(NamedTuple):
     @property
     def columns_per_carry_tile(self) -> int:
         """
-        Return the columns of a state that one program of a sequential kernel computes.
+        Return a state's columns that one program of a sequential kernel computes.
 
         Wide tiles, with MIN_BLOCK columns, read keys less often; a few rows need narrow ones, with half as many, to
         occupy all multiprocessors.

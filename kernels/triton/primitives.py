@@ -167,6 +167,11 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def choose_tile_warp_count(elements: int) -> int:
+    """Return the warps for 16 elements per thread: two loads of 16 bytes in half precision, to hide latency."""
+    return max(1, min(elements // 512, 32))
+
+
 def addmm_fp32(summed: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to summed, float32 (rows, columns): a (rows, inner) and b (inner, columns) with one dtype."""
     # torch's products have no out_dtype on CPUs.

@@ -5,8 +5,8 @@ from house import budgets
 BUDGETS = {
     "tokens of the source": 697_000,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 11_973,
-    "code lines imported by run": 19_088,
+    "code lines imported by check": 11_981,
+    "code lines imported by run": 19_104,
     "functions on the journey rate": 36,
     "files on the journey rate": 18,
     "functions on the journey batch": 129,

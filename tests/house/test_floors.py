@@ -117,6 +117,8 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"components.model", "kernels.host_copies", "kernels.weight_formats"},
         {"attrs", "torch"},
     ),
+    # Replayed routes are a metric, too: sums over a step's passes.
+    "components.experts": (BELOW | {"components.metrics.pass_sums"}, {"attrs", "torch"}),
     # An extra, imported by a process of its own.
     "components.environments": (BELOW, {"attrs", "numpy", "verifiers"}),
     # An extra, imported when a reward for JSON opens.

@@ -12,7 +12,6 @@ from drawloom.components.commands._recipes import Pipeline, read_mesh_sizes, req
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.parallel.data_shard import should_gather_per_block
 from drawloom.components.pipeline.from_csv import read_program_file
-from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.pipeline.program.timing import Costs, CostTable, DeadlockError
@@ -143,7 +142,6 @@ class ScheduleSimulator:
     source: CostSource
     costs: ParsedCosts
     channels: Channels
-    forward_only: bool
     has_stage_costs: bool
 
     def simulate_schedule(
@@ -182,9 +180,7 @@ class ScheduleSimulator:
         slices_by_stage: Sequence[int] | None = None,
     ) -> Summary:
         """Simulate a program, and return the summary with its memory."""
-        if self.forward_only:
-            program, sharding = build_forward_only_program(program.stage_to_rank, program.microbatches), None
-        elif isinstance(self.costs, dict):
+        if isinstance(self.costs, dict):
             if sharding is None and {"unshard", "reduce"} & self.costs.keys():
                 sharding = Sharding("unshard" in self.costs)  # without a recipe, parameters are gathered once per step
             if "offload" in self.costs:
@@ -199,9 +195,7 @@ class ScheduleSimulator:
             simulation = simulate(program, costs, self.channels, sharding)
         except DeadlockError as deadlock:
             raise UserError(f"{name} can't be executed: {deadlock}") from deadlock
-        return Summary(
-            name, simulation, None if self.forward_only else self.source.peak_activation_bytes(program, slices_by_stage)
-        )
+        return Summary(name, simulation, self.source.peak_activation_bytes(program, slices_by_stage))
 
 
 def describe_parameter_sharding(graph: Graph) -> Sharding | None:
@@ -333,7 +327,7 @@ def _list_actions(bars_by_rank: Sequence[Sequence[Bar]]) -> list[list[ActionData
     return [[ActionData(str(bar.action), bar.start, bar.end) for bar in bars] for bars in bars_by_rank]
 
 
-EXCLUDED_BY_RUN = "recipe", "words", "overlay", "ranks", "microbatches", "forward_only", "compare"
+EXCLUDED_BY_RUN = "recipe", "words", "overlay", "ranks", "microbatches", "compare"
 """Options that --run rejects, because they would simulate a different run."""
 
 
@@ -386,7 +380,6 @@ class ScheduleCommand(OverlayCommand):
         "(pair), all of a rank (rank), or all, while the rank does nothing else (blocking)",
         default="free",
     )
-    forward_only: bool = option("simulate evaluation and generation")
     compare: bool = option("print a table of all schedules, and NAME, with the costs of RECIPE if there is one")
 
     def run(self, project: Project) -> ScheduleResult | ComparisonResult:
@@ -408,7 +401,7 @@ class ScheduleCommand(OverlayCommand):
         costs = self.costs or self.traced_run or {}
         source = make_cost_source(costs, self.device, project, recipe)
         has_stage_costs = isinstance(source, TracedCosts) and not self.compare and not self.ranks
-        return ScheduleSimulator(source, costs, self.channels, self.forward_only, has_stage_costs)
+        return ScheduleSimulator(source, costs, self.channels, has_stage_costs)
 
     def _simulate_one(self, project: Project, recipe_name: str) -> Summary:
         """Simulate a recipe's schedule, a schedule by name, or a schedule from a file."""

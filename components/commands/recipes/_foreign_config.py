@@ -72,7 +72,7 @@ def read_config(path: Path) -> ConfigJson:
 
 
 def _read_yaml(text: str, path: Path) -> Any:
-    """Return the value of a YAML text. Raises UserError if it is invalid, or without the package for YAML."""
+    """Return a YAML text's value. Raises UserError if it is invalid, or without the package for YAML."""
     try:
         import yaml
     except ModuleNotFoundError as error:

@@ -3,7 +3,7 @@
 import datetime
 import logging
 from abc import abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from drawloom import UserError, internal, setting
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.chat.template import ChatTemplate, RenderError, create_chat_template
 from drawloom.components.data.chat.turns import EarlierTurnError, find_turn_end_ids
-from drawloom.components.data.sources.documents import choose_split, file_globs, validation_fraction
+from drawloom.components.data.sources.documents import EncodedCorpus, choose_split, file_globs, validation_fraction
 from drawloom.components.data.sources.formats import Line, read_json_lines_or_table_rows
 from drawloom.components.data.store.store import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
@@ -25,7 +25,7 @@ log = logging.getLogger("drawloom.data")
 
 
 @component_base_class
-class ChatCorpus:
+class ChatCorpus(EncodedCorpus):
     """Base for corpora from file lines: a chat template renders a line into documents, with a loss weight per token."""
 
     kind: ClassVar[str] = "conversation"
@@ -39,7 +39,6 @@ class ChatCorpus:
         "date for templates with today's date, such as 2025-01-31; without it they fail", default=None
     )
     validation_fraction: float = validation_fraction("lines")
-    _splits: dict[Split, TokenArrays] = internal(factory=dict)
     _straddling: int = internal(0)
     _untrained: int = internal(0)
     _answer_end_ids: frozenset[int] = internal(frozenset())
@@ -82,11 +81,12 @@ class ChatCorpus:
                 rows[choose_split(ids.astype(np.int64).tobytes(), self.validation_fraction)] += kept
         if not any(rows.values()):
             raise UserError(f"paths: {self.format_nothing_trained_error()}")
-        self._splits = {
+        splits = {
             split: self._join_documents(self.insert_mismatched_answers(documents, split), split)
             for split, documents in rows.items()
         }
-        self._log_summary(sum(map(len, rows.values())))
+        self._splits = {**splits}
+        self._log_summary(sum(map(len, rows.values())), splits.values())
 
     def encode_trained_documents_by_line(self) -> Generator[tuple[Line, list[Encoded]]]:
         """Yield every line with its encoded documents, leaving out documents without a trained token."""
@@ -103,26 +103,9 @@ class ChatCorpus:
         finally:
             template.close()
 
-    def close(self) -> None:
-        """Free the tokens."""
-        self._splits = {}
-
-    @property
-    def vocab_size(self) -> int:
-        """The tokenizer's vocabulary size."""
-        return self.tokenizer.vocab_size
-
-    @property
-    def eos_id(self) -> int:
-        """The tokenizer's end token."""
-        return self.tokenizer.eos_id
-
     @property
     def answer_end_ids(self) -> frozenset[int]:
         return self._answer_end_ids
-
-    def documents(self, split: Split) -> TokenArrays:
-        return self._splits[split]
 
     def list_input_files(self) -> dict[str, list[Path]]:
         """Return the template file, if there is one."""
@@ -156,9 +139,8 @@ class ChatCorpus:
             (row.ids for row in rows), dtype, weights, references or None, labels or None, name
         )
 
-    def _log_summary(self, rows: int) -> None:
+    def _log_summary(self, rows: int, splits: Iterable[TokenArrays]) -> None:
         """Log the counts for documents, tokens, dropped lines, and straddling documents."""
-        splits = self._splits.values()
         tokens = sum(len(split.ids) for split in splits)
         trained = sum(int((split.own_weights > 0).sum()) for split in splits if split.own_weights is not None)
         log.info("%d %ss of %d tokens, of which %d are trained", rows, self.kind, tokens, trained)

@@ -7,8 +7,9 @@ from typing import Any, Protocol, get_args
 
 import attrs
 
-from drawloom import between, setting
-from drawloom.ports import Split
+from drawloom import between, internal, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Split, TokenDocuments, Tokenizer
 
 PART_BYTES = 2**26
 """Approximate bytes of files per part: large enough to hide its overhead, small enough to lose when killed."""
@@ -130,3 +131,28 @@ class DividedCorpus(ABC):
     def parts(self, split: Split) -> Sequence[Part]:
         """Return a split's documents in independently readable parts."""
         return wrap_parts_for_split(self.divide(), split, self.validation_fraction)
+
+
+@component_base_class
+class EncodedCorpus:
+    """Base for corpora with documents that were encoded by a tokenizer."""
+
+    tokenizer: Tokenizer
+    _splits: dict[Split, TokenDocuments] = internal(factory=dict)
+
+    def close(self) -> None:
+        """Free the tokens, or close their stores."""
+        self._splits = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """The tokenizer's vocabulary size."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        """The tokenizer's end token."""
+        return self.tokenizer.eos_id
+
+    def documents(self, split: Split) -> TokenDocuments:
+        return self._splits[split]

@@ -98,7 +98,7 @@ def get_text_field(value: object, field: str) -> str:
 
 
 def _check_surrogates(text: str, name: str) -> None:
-    """Raise ValueError for half of a surrogate pair, which has no tokens."""
+    """Raise ValueError for half a surrogate pair, which has no tokens."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -138,15 +138,6 @@ def test_all_are_compared(capsys: Capture) -> None:
     assert {item["schedule"]: item["makespan"] for item in summaries}["v_half"] == 26.5
 
 
-def test_evaluation_is_drawn_for_the_stages_of_a_schedule(capsys: Capture, tmp_path: Path) -> None:
-    """With --forward-only, stages run only forwards, and ranks keep no activations; for a file, too."""
-    words = ("v_half", "--ranks", "4", "--microbatches", "8")
-    summary = data(capsys, *words, "--forward-only")
-    assert summary["actions"] == {"F": 64, "B": 0, "I": 0, "W": 0} and summary["peak_activations"] == [0] * 4
-    (tmp_path / "half.csv").write_text(run_schedule(capsys, *words, "--format", "csv"))
-    assert data(capsys, str(tmp_path / "half.csv"), "--forward-only")["makespan"] == summary["makespan"]
-
-
 def test_a_named_schedule_takes_part_in_the_comparison(capsys: Capture) -> None:
     """The table has a row for a schedule elsewhere, and none twice."""
     words = ("--compare", "--ranks", "2", "--microbatches", "2")
