@@ -214,6 +214,11 @@ class Oracle:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Return a text's ids behind another text: as in both together, unless a token crosses the border."""
+        before_ids, whole = self.encode_piece(before), self.encode_piece(before + text)
+        return whole[len(before_ids) :] if whole[: len(before_ids)] == before_ids else self.encode_piece(text)
+
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a text to continue: as transformers' without the end, or with another beginning."""
         ids: list[int] = self.tokenizer(text)["input_ids"]
@@ -228,7 +233,7 @@ class Oracle:
 
     def encode_answer(self, prompt: str, answer: str) -> tuple[list[int], list[bool]]:
         """Return the ids of a prompt and its answer, and which are trained."""
-        before, after = self.encode_prompt(prompt), [*self.encode_piece(answer), EOS]
+        before, after = self.encode_prompt(prompt), [*self.encode_after(prompt, answer), EOS]
         return before + after, [False] * len(before) + [True] * len(after)
 
     def render(self, messages: Sequence[Any], tools: Any, *, prompt: bool = False) -> str:
@@ -252,10 +257,11 @@ class Oracle:
                 spans.append((first, text.index(end, first) + len(end)))
         ids: list[int] = []
         trained: list[bool] = []
-        last = 0
+        last, before = 0, ""
         for first, stop in [*spans, (len(text), len(text))]:
             for piece, is_trained in ((text[last:first], False), (text[first:stop], True)):
-                piece_ids = self.encode_piece(piece)
+                piece_ids = self.encode_after(before, piece)
+                before = piece
                 ids += piece_ids
                 trained += [is_trained] * len(piece_ids)
             last = stop

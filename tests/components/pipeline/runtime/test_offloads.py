@@ -36,7 +36,7 @@ def gradients(folder: Path, transfers: Any, is_everywhere: bool = True, **settin
     with recipe.open(only="executor") as objects:
         executor = objects["executor"]
         if isinstance(transfers, DelayedTransfers):
-            executor._offloads = Offloads(transfers)
+            executor._plans._offloads = Offloads(transfers)
         for _ in range(2):
             train(executor, batches(MICROBATCHES))
         named = executor.stages.named_parameters()
