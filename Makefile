@@ -16,7 +16,7 @@ test: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p .mypy_cache; $(BIN)/mypy > .mypy_cache/printed & types=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types; typed=$$?; cat .mypy_cache/printed; exit $$((tests | typed))
 
 # The site: open site/index.html, or with search: python3 -m http.server -d site. The build itself takes no network.
