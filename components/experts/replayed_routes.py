@@ -89,7 +89,7 @@ class ReplayedRoutes(PassFeature, PassSums):
         if model and model.implements(ExpertModel) and not model.component.expert_count(model):  # type: ignore[attr-defined]
             yield node.problem("use", f"[{model.name}] has no experts to choose", f"remove [{node.name}]")
         nodes = [NodeView(other, node.nodes) for other in node.nodes.values()]
-        # Routes from the stages are those of the last rollout; a server returns each completion's routes with it.
+        # The stages keep the last rollout's routes; a server returns each completion's routes with it.
         keeps_last_rollout = any(other.use == "rollouts.stages" for other in nodes)
         for other in nodes:
             if other.implements(Rollouts) and other.use not in SAMPLERS:

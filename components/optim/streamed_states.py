@@ -210,7 +210,7 @@ class StreamedStep:
         factors: Tensor | None = None,
     ) -> None:
         """
-        Update all weights and their state in place. The arguments are those of AdamwEager.step; scalars (6,).
+        Update all weights and their state in place. AdamwEager.step has the same arguments; scalars (6,).
 
         `scalars`, `counter`, `found_inf` and `factors` are the same for all weights, so every piece gets them whole.
         """

@@ -123,7 +123,7 @@ def encode_rendered_conversation(tokenizer: ChatTokenizer, rendered: Rendered, t
         text = rendered.text[first:last]
         is_content = any(begin <= first and last <= end for begin, end in forged)
         part_ids = encode_after(before, text, tokenizer.encode if is_content else tokenizer.encode_with_control_tokens)
-        before = "" if forged else text
+        before = "" if forged else text[-64:]  # a longer one would be encoded twice for nothing
         weight = next((span.weight for span in rendered.trained if span.first <= first and last <= span.last), 0.0)
         ids.append(part_ids)
         weights.append(np.full(len(part_ids), weight, np.float32))
@@ -166,8 +166,9 @@ def encode_after(before: str, text: str, encode: Callable[[str], np.ndarray]) ->
     Tokenizers like SentencePiece put a space before a text alone (Llama 2, Mistral), which is not in the whole text.
     """
     before_ids, whole_ids = encode(before), encode(before + text)
-    continues = np.array_equal(whole_ids[: len(before_ids)], before_ids)
-    return whole_ids[len(before_ids) :] if continues else encode(text)
+    if np.array_equal(whole_ids[: len(before_ids)], before_ids):
+        return whole_ids[len(before_ids) :]
+    return encode(text)  # a token crosses the border
 
 
 def encode_prompt_and_completion(tokenizer: ChatTokenizer, prompt: str, completion: str) -> Encoded:
