@@ -126,7 +126,7 @@ def choices() -> Iterator[tuple[str, Launch]]:
         yield f"sparse_attention {name}", lambda i=inputs: sparse_attention._attend(*i, 512, 0.1)  # type: ignore[call-arg]
         yield (
             f"sparse_attention backward {name}",
-            lambda i=inputs, g=grad: sparse_attention._attend_backward(g, *i, 0.1),  # type: ignore[call-arg]
+            lambda i=inputs, g=grad: sparse_attention._attend_backward(g, g, g[..., 0].float(), *i, 0.1),  # type: ignore[call-arg]
         )
 
 

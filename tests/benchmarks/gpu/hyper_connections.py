@@ -36,8 +36,11 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 8192,
     "vocab_size": 32768,
 }
-VARIANTS = (("plain", "auto"), ("hyper", "auto"), ("constrained", "auto"), ("hyper", "eager"))
-"""Residual connections, and the implementation of hyper-connections."""
+VARIANTS = (
+    *(("plain", 4, "auto"), ("hyper", 2, "auto"), ("hyper", 4, "auto")),
+    *(("constrained", 2, "auto"), ("constrained", 4, "auto"), ("hyper", 4, "eager")),
+)
+"""Residual connections, streams, and the implementation of hyper-connections."""
 
 
 def main() -> None:
@@ -46,10 +49,10 @@ def main() -> None:
         sys.exit("there is no GPU here")
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}", flush=True)
     compiled, plain = "compiled" in sys.argv, Step(0.0, {})
-    for residual, implementation in VARIANTS:
-        name = f"{residual}, {implementation}{', compiled' if compiled else ''}"
+    for residual, streams, implementation in VARIANTS:
+        name = f"{residual}, {streams} streams, {implementation}{', compiled' if compiled else ''}"
         try:
-            step = _show(name, residual, implementation, compiled, plain)
+            step = _show(name, {"residual": residual, "residual_streams": streams}, implementation, compiled, plain)
         except Exception as problem:
             print(f"{name}: {type(problem).__name__}: {str(problem)[:200]}", flush=True)
             continue
@@ -64,11 +67,11 @@ class Step(NamedTuple):
     kernels: dict[str, float]
 
 
-def _show(name: str, residual: str, implementation: str, compiled: bool, plain: Step) -> Step:
+def _show(name: str, residual: dict[str, Any], implementation: str, compiled: bool, plain: Step) -> Step:
     """Print a line for a step, and the kernels that take longer than in the plain one."""
     torch.manual_seed(0)
     kernels = kernels_on(DEVICE, connect_streams=implementation)
-    sizes: dict[str, Any] = SIZES | {"residual": residual}
+    sizes: dict[str, Any] = SIZES | residual
     model = Pattern(kernels=kernels, **sizes)
     with DEVICE:
         module: Any = model.build(LayerRange.of_whole_model(model.num_hidden_layers)).bfloat16()

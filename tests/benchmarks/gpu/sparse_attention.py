@@ -4,7 +4,7 @@ Attention with an indexer (DSA) beside dense latent attention, in a layer like D
 `make bench NAME=sparse_attention` takes 2 minutes. It prints errors against float64 for packed documents. For rows with
 8192 and 32768 tokens, or other lengths in `ONLY="32768 65536"`, it prints milliseconds and memory for the forward pass
 and both passes: a layer's attention, without the projections common to both, and single operations. Kernels' own times
-follow, then the steps of attention, each for all tokens, and operations with other tiles at 32768 tokens.
+follow, and operations with other tiles at 32768 tokens.
 """
 
 import sys
@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.clock import error, now, show_kernels
@@ -25,7 +24,6 @@ from drawloom.components.model.deepseek_v32 import DeepseekV32
 from drawloom.components.ports.model import LayerRange
 from drawloom.kernels.attention.cudnn import choose_one_document_implementation
 from drawloom.kernels.sparse_attention import eager, triton
-from drawloom.kernels.triton.primitives import bmm_fp32, cdiv
 from support.qwen3 import kernels_on
 
 HIDDEN, HEADS, LATENT, ROPE, NOPE, QUERY_RANK, CHOSEN = 7168, 128, 512, 64, 128, 1536, 2048
@@ -36,7 +34,8 @@ DOCUMENTS = (300, 2260)
 
 FORWARDS, BOTH, CHOICE, CHOICE_BOTH = "attention, forwards", "attention, both", "choice, forwards", "choice, both"
 VARIANTS: list[tuple[str, str, dict[str, int]]] = [
-    *((BOTH, "gather", {"KEYS": keys, "COLUMNS": columns}) for keys, columns in ((64, 128), (32, 256), (16, 1024))),
+    *((BOTH, "pairs", {"num_warps": warps, "num_stages": stages}) for warps, stages in ((8, 3), (4, 2), (4, 4))),
+    *((BOTH, "mixed", {"COLUMNS": columns, "num_warps": warps}) for columns, warps in ((64, 4), (128, 8), (256, 8))),
     *((BOTH, "sums", {"ENTRIES": entries, "num_warps": warps}) for entries, warps in ((4, 2), (4, 4), (8, 2), (16, 8))),
     *((CHOICE, "scores", {"num_stages": stages}) for stages in (2, 4)),
     (CHOICE, "scores", {"BLOCK": 128, "num_warps": 8}),
@@ -57,7 +56,7 @@ def main() -> None:
     _try("errors", _show_errors)
     for length in map(int, sys.argv[1:] or LENGTHS):
         print(f"\n{length:,} tokens", flush=True)
-        for part in (_show_layers, _show_operations, _show_steps):
+        for part in (_show_layers, _show_operations):
             _try(part.__name__, partial(part, length))
     print(f"\nother tiles, {VARIED_LENGTH:,} tokens", flush=True)
     calls, tiles = _create_operations(VARIED_LENGTH), triton.TILES
@@ -86,12 +85,8 @@ def _draw(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, device="cuda") * scale).bfloat16().requires_grad_()
 
 
-def _show(name: str, call: Call, times_called: float = 1) -> None:
-    """
-    Print a call's milliseconds, the median of three after one, and its peak memory beyond the memory in use before.
-
-    Milliseconds are for all times that the call is made.
-    """
+def _show(name: str, call: Call) -> None:
+    """Print a call's milliseconds, the median of three after one, and its peak memory beyond that in use before."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -104,7 +99,7 @@ def _show(name: str, call: Call, times_called: float = 1) -> None:
         end.synchronize()
         times.append(start.elapsed_time(end))
     memory = (torch.cuda.max_memory_allocated() - before) / 2**30
-    print(f"  {name}: {median(times) * times_called:.2f} ms, {memory:.1f} GiB", flush=True)
+    print(f"  {name}: {median(times):.2f} ms, {memory:.1f} GiB", flush=True)
 
 
 def _draw_index_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,40 +182,6 @@ def _show_operations(length: int) -> None:
     for name in (CHOICE_BOTH, BOTH):
         print(f"   {name}", flush=True)
         show_kernels(calls[name], 10)
-
-
-def _show_steps(length: int) -> None:
-    """Print the steps of attention to a row with one document, from a chunk whose tokens have all their keys."""
-    latents, visible = _draw(1, length, LATENT + ROPE).detach(), torch.rand(1, 64, length, device="cuda")
-    size = triton.CHUNK_BYTES // (CHOSEN * triton._count_pair_bytes(latents, 2 * HEADS))
-    choice = visible.topk(CHOSEN).indices.int().repeat(1, cdiv(size, 64), 1)[:, :size]
-    chunk = next(triton._gather_chunks(choice, latents, 2 * HEADS))
-    q, grad = (_draw(size, HEADS, width).detach() for width in (LATENT + ROPE, LATENT))
-    keys, sums = chunk.keys, torch.zeros_like(latents, dtype=torch.float32)
-
-    def join() -> Tensor:
-        return torch.cat([q, F.pad(grad, (0, ROPE))], 1)
-
-    rows = join()
-    weights, pairs = (triton._weigh_keys(chunk, x, HEADS, SCALE) for x in (q, rows))
-    steps: dict[str, Call] = {
-        "both: gathered keys": lambda: next(triton._gather_chunks(choice, latents, 2 * HEADS)),
-        "keys gathered by torch": lambda: latents[0][chunk.places],
-        "forwards: scores": lambda: bmm_fp32(q, keys.mT),
-        "forwards: scores and weights": lambda: triton._weigh_keys(chunk, q, HEADS, SCALE),
-        "forwards: results": lambda: torch.bmm(weights, keys[..., :LATENT]),
-        "forwards: weights' sums": lambda: weights.sum(1, dtype=torch.float32),
-        "backwards: joined rows": join,
-        "backwards: scores and weights' gradients": lambda: bmm_fp32(rows, keys.mT),
-        "backwards: these and pairs": lambda: triton._weigh_keys(chunk, rows, HEADS, SCALE),
-        "backwards: queries' gradients": lambda: torch.bmm(pairs[:, :HEADS], keys),
-        "backwards: keys' parts": lambda: torch.bmm(pairs.mT, rows),
-        "backwards: sorted places": lambda: chunk.places.flatten().sort(stable=True),
-        "backwards: parts, sorted places and their sums": lambda: triton._add_by_key(chunk, pairs, rows, sums),
-    }
-    print(f"   steps of attention, {size} tokens in a chunk", flush=True)
-    for name, call in steps.items():
-        _show(f"  {name}", call, length / size)
 
 
 def _build_attention(kind: Any, **sizes: Any) -> Any:
