@@ -30,6 +30,20 @@ def mark_as_recomputation() -> Iterator[None]:
         _repeating.reset(token)
 
 
+kept_results: ContextVar[list[Any] | None] = ContextVar("kept_results", default=None)
+"""Results that a running call keeps for its repetition, in which the list is the same; None in all other calls."""
+
+
+@contextmanager
+def keep_results(kept: list[Any]) -> Iterator[None]:
+    """Set `kept_results` inside the context."""
+    token = kept_results.set(kept)
+    try:
+        yield
+    finally:
+        kept_results.reset(token)
+
+
 class RowKernels(Protocol):
     """Casts of rows to 8-bit elements with power-of-two scales, float32 (rows,), and back."""
 

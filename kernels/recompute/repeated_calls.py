@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from drawloom.kernels.recompute.marks import mark_as_recomputation
+from drawloom.kernels.recompute.marks import keep_results, mark_as_recomputation
 from drawloom.kernels.recompute.saved_tensors import (
     KeptTensor,
     RepeatedCall,
@@ -33,17 +33,18 @@ def call_with_recomputation(function: Callable[..., Any], *arguments: Any, **nam
     autocast.
     """
     call = _FunctionRecomputation(function, arguments, named)
-    with saved_tensors_hooks(call.pack, unpack):
+    with saved_tensors_hooks(call.pack, unpack), keep_results(call.kept):
         return function(*arguments, **named)
 
 
 class _FunctionRecomputation(RepeatedCall):
     """Function call, whose parts are its saved tensors."""
 
-    __slots__ = ("_arguments", "_autocast", "_function", "_named", "_random")
+    __slots__ = ("_arguments", "_autocast", "_function", "_named", "_random", "kept")
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> None:
         super().__init__()
+        self.kept: list[Any] = []
         # The meta device has neither autocast nor random numbers.
         devices = (value.device for value in arguments if isinstance(value, Tensor) and not value.is_meta)
         device = next(devices, torch.device("cpu"))
@@ -78,6 +79,7 @@ class _FunctionRecomputation(RepeatedCall):
         try:
             with (
                 mark_as_recomputation(),
+                keep_results(self.kept),
                 saved_tensors_hooks(fill_next, _identity),
                 self._autocast.context(),
                 torch.enable_grad(),

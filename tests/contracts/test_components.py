@@ -531,6 +531,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "offload": {"use": "pipeline.offloaded_inputs"},
         "stages": {"recompute": "blocks"},
     },
+    "pipeline.kept_attention": lambda folder: {
+        "attention": {"use": "pipeline.kept_attention"},
+        "stages": {"recompute": "blocks"},
+    },
     "float8.training": lambda folder: {
         "float8": {"use": "float8.training", "exclude": ["*"]},
         "precision": {"compute": "bfloat16"},
