@@ -30,7 +30,7 @@ class MeshCases:
     def layers(self) -> int:
         """Return the number of layers: four for a pipeline, or else a frozen one, a dense one and one with experts."""
         ranks = math.prod(size for name, size in self.sizes.items() if name != "expert")
-        return 3 if ranks == 4 else LAYERS
+        return 3 if ranks == 4 and all(case[0] == "gpipe" for case in self.cases) else LAYERS
 
 
 def schedule_cases(*names: str) -> list[pipelines.Case]:
