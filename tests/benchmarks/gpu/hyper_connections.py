@@ -1,9 +1,9 @@
 """
 A training step with hyper-connections beside one residual stream, in a model with a billion parameters.
 
-`make bench NAME=hyper_connections` takes 40 s, and with ONLY=compiled, for compiled layers, a minute. A line has the
-milliseconds and the GiB for a step with 4 rows of 4096 tokens (forward and backward pass, and AdamW), and the
-hyper-connections' share, by kernels or in plain torch (`eager`). The kernels with most additional time follow.
+`make bench NAME=hyper_connections` takes a minute and a half, and with ONLY=compiled, for compiled layers, two minutes.
+A line has the milliseconds and the GiB for a step with 4 rows of 4096 tokens (forward and backward pass, and AdamW),
+and the hyper-connections' share, by kernels or in plain torch (`eager`). The kernels with most additional time follow.
 
 The least traffic, in tensors like one stream (64 MiB; 16 us at 4.2 TB/s), with n = 4 streams: a layer begins with n + 1
 (it reads streams, and writes an input), goes from one branch to the next with 2 n + 2, and ends with 2 n + 1, together
@@ -58,6 +58,7 @@ def main() -> None:
             continue
         plain = plain if plain.seconds else step
         torch.cuda.empty_cache()
+        torch.compiler.reset()  # a layer is compiled for few shapes in a process
 
 
 class Step(NamedTuple):

@@ -1,6 +1,8 @@
 """Results of attention that recomputed blocks keep, against recomputed ones."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import drawloom
-from drawloom.components.pipeline.kept_attention import ATTENTION
+from drawloom.components.pipeline.kept_attention import ATTENTION, _forward_keeping_attention
 from drawloom.graph.cli.main import main
+from drawloom.kernels.attention.cudnn import ONE_DOCUMENT_PER_ROW, attention_cudnn
+from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
 from support.observers_of_runs import TINY
 from support.pipelines import batches
 from support.steps import train
@@ -33,6 +37,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def gradients(folder: Path, schedule: str, recompute: str | int, **more: Any) -> tuple[dict[str, Tensor], int]:
     """Return the gradients of two steps, and how often attention was computed."""
     values = {
+        "device": {"kind": "cpu"},
         "model": TINY | {"num_hidden_layers": LAYERS},
         "run": {"name": "small", "folder": str(folder / "run")},
         "schedule": {"use": f"pipeline.schedules.{schedule}"},
@@ -81,6 +86,29 @@ def test_plans_count_results_and_the_time_saved(capsys: pytest.CaptureFixture[st
     plain, kept = plan(), plan("kept.use=pipeline.kept_attention")
     assert kept[0] - plain[0] == 4 * 4096 * (192 + 6) * 4
     assert kept[1] < plain[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_attention_of_cudnn_is_computed_once() -> None:
+    """In a recomputed function on a GPU, cuDNN's attention runs once, and gradients have the same bits."""
+
+    def compute_gradient(attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
+        x = torch.randn(2, 256, 4, 64, generator=torch.Generator().manual_seed(0)).cuda().bfloat16().requires_grad_()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            call_with_recomputation(attend, x).square().sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        names = [event.name for event in profile.events() or ()]
+        return x.grad, sum("fprop" in name for name in names)  # cuDNN's forward pass
+
+    def attend(x: Tensor) -> Tensor:
+        return attention_cudnn(x * 2, x * 3, x * 4, ONE_DOCUMENT_PER_ROW) * 5
+
+    plain, calls = compute_gradient(attend)
+    assert calls == 2
+    kept, calls = compute_gradient(partial(_forward_keeping_attention, attend))
+    assert calls == 1
+    assert torch.equal(kept, plain)
 
 
 def test_check_asks_for_recomputed_blocks() -> None:
