@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
@@ -88,8 +89,9 @@ class PassCost:
 
     `seconds` is the time on the device, including `comm_seconds`, waits for collectives. `host` is the host's time to
     issue the pass; `link_seconds` is the time for copies on the link to host memory; `flops` counts matrix
-    products. `peak_delta` is the peak of the live bytes and `net_delta` their
-    number at the end, both relative to the start; `net_delta` is negative if the pass frees more than it allocates.
+    products. `peak_delta` is the peak of the live bytes, and `net_delta` their number at the end, which is negative if
+    the pass frees more than it allocates; `last_delta` is the peak while a backward pass runs its last block, the
+    stage's first one. All three are relative to the start.
     `kept_bytes` are the bytes alive at the end, by label, and `work` divides `seconds` by kind of operation.
     """
 
@@ -102,6 +104,7 @@ class PassCost:
     kept_bytes: Mapping[str, int] = attrs.field(factory=dict)
     link_seconds: float = 0.0
     work: Mapping[str, Work] = attrs.field(factory=dict)
+    last_delta: int = 0
 
     def add_repetitions(self, other: "PassCost", times: int = 1) -> "PassCost":
         """Return self + times * other; `peak_delta` is the maximum of both, to which the caller adds the growth."""
@@ -140,6 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device, self._links, self._fractions = device, links, fractions
         self._sizes: dict[weakref.ref[Any], tuple[int, str]] = {}
         self._now = self._peak = self._start = 0
+        self._peak_before = self._missing = 0  # before the last block, and its own gradients' bytes
         self._cost = PassCost()
         self._label = ["other"]
         self._lead = math.inf  # seconds by which the host is ahead
@@ -159,16 +163,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin_pass(self) -> None:
         """Start recording a pass."""
         self._cost = PassCost()
-        self._start = self._peak = self._now
+        self._start = self._peak = self._peak_before = self._now
+        self._missing = 0
         self._lead = math.inf
+
+    def begin_last_block(self, gradient_bytes: int, *_: Any) -> None:
+        """Start recording the peak of a backward pass's last block, whose own gradients are not there yet."""
+        self._peak_before, self._peak, self._missing = self._peak, self._now, gradient_bytes
 
     def end_pass(self) -> PassCost:
         """Return the costs since `begin_pass`."""
         kept: Counter[str] = Counter()
         for size, label in self._sizes.values():
             kept[label] += size
-        peak_delta, net_delta = self._peak - self._start, self._now - self._start
-        return attrs.evolve(self._cost, peak_delta=peak_delta, net_delta=net_delta, kept_bytes=dict(kept))
+        return attrs.evolve(
+            self._cost,
+            peak_delta=max(self._peak, self._peak_before) - self._start,
+            last_delta=self._peak - self._start - self._missing,
+            net_delta=self._now - self._start,
+            kept_bytes=dict(kept),
+        )
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -330,7 +344,10 @@ class StageCostRecorder:
                 peak = recorded[number][op].peak_delta
                 kept = cost.net_delta - recorded[number][op].net_delta
                 peaks += [peak + sum(min(c, 0) for c in changes), peak + kept - sum(max(c, 0) for c in changes)]
-            passes[op] = attrs.evolve(cost, peak_delta=max(peaks, default=cost.peak_delta))
+            # The first block is recorded as its kind's last example, and runs after all others.
+            last = recorded[max((i for i, example in enumerate(examples) if example == blocks[0]), default=0)][op]
+            last_delta = last.last_delta + cost.net_delta - last.net_delta
+            passes[op] = attrs.evolve(cost, peak_delta=max(peaks, default=cost.peak_delta), last_delta=last_delta)
         return StageCosts(passes, sum(leaf.nbytes for leaf in list_leaves(self._hidden) if isinstance(leaf, Tensor)))
 
     def _record_passes_with_only_blocks(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
@@ -344,14 +361,15 @@ class StageCostRecorder:
             key = (self.rows, self.cache_key, *features, parameters, tuple(blocks), is_split)
             if key not in self.recordings:
                 with _bypass_other_blocks(self.blocks(stage.module), blocks):
-                    recorded = self._record_passes(attrs.evolve(stage, recompute=policy), is_split)
+                    first = self.blocks(stage.module)[blocks[0].number] if blocks else None
+                    recorded = self._record_passes(attrs.evolve(stage, recompute=policy), first, is_split)
                 self.recordings[key] = recorded, self._hidden
             more, self._hidden = self.recordings[key]
             passes |= more
         return passes
 
-    def _record_passes(self, stage: Stage, split: bool) -> Passes:
-        """Record one microbatch's passes: F and B, or with `split` F, I and W."""
+    def _record_passes(self, stage: Stage, first: nn.Module | None, split: bool) -> Passes:
+        """Record one microbatch's passes: F and B, or with `split` F, I and W; `first` is the stage's first block."""
         first_inputs, context, batch = self._make_meta_inputs()
         recorder, passes = Recorder(self.device, self.links, self.fractions), {}
         for parameter in stage.module.parameters():
@@ -363,6 +381,10 @@ class StageCostRecorder:
             runner = StageRunner(stage, self.loss, split=split)  # it finds out whether sums are fused
             for handle in self._register_label_hooks(recorder, stage):
                 hooks.callback(handle.remove)
+            if first is not None:
+                own = sum(p.numel() for p in first.parameters() if p.requires_grad) * self.gradient.itemsize
+                begin = partial(recorder.begin_last_block, own)
+                hooks.callback(first.register_forward_hook(partial(_call_before_backward, begin)).remove)
             with recorder.label_new_storages("hidden states"):
                 inputs = (
                     first_inputs
@@ -433,6 +455,14 @@ class StageCostRecorder:
             self._frozen_bytes = values.nbytes
         whole: Batch = loss.with_reference(batch, values)
         return whole
+
+
+def _call_before_backward(call: Callable[..., None], _module: nn.Module, _arguments: Any, output: Any) -> None:
+    """Call a function when a module's backward pass begins."""
+    for leaf in list_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(call)  # type: ignore[no-untyped-call]
+            return
 
 
 def _allocate_like(leaf: Any) -> Any:

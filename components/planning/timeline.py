@@ -27,7 +27,8 @@ def compute_peak_memory(
     Return a rank's peak for activations and gradients if the step's first backward pass allocates gradients.
 
     `gradients` are bytes by stage. A stage's first backward pass allocates its gradients while it frees activations, so
-    the stage's peak is at the pass's beginning or end. Offloaded stages' activations wait in host memory.
+    the stage's peak is at the pass's beginning, in its last block, or at its end. Offloaded stages' activations wait in
+    host memory.
     """
     actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
     moves: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -52,7 +53,8 @@ def compute_peak_memory(
         if allocates_gradients:
             has_gradients.add(action.stage)
             gradient_bytes += gradients[action.stage]
-            total = max(total, activations - (forward if action.op == "B" else pending) + gradient_bytes)
+            left = activations - (forward if action.op == "B" else pending)
+            total = max(total, left + gradient_bytes, activations + cost.last_delta + gradient_bytes)
         if total > peak:
             peak, peak_action = total, str(action)
             own = cost.kept_bytes if action.op == "F" else {}

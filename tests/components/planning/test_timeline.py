@@ -12,7 +12,8 @@ def program(*names: str) -> Program:
     return Program.from_rank_programs([[Action(0, name[0], int(name[1:])) for name in names]])  # type: ignore[arg-type]
 
 
-WHOLE = {0: StageCosts({"F": PassCost(peak_delta=12, kept_bytes={"x": 10}), "B": PassCost(peak_delta=3)}, 0)}
+FORWARD = PassCost(peak_delta=12, kept_bytes={"x": 10})
+WHOLE = {0: StageCosts({"F": FORWARD, "B": PassCost(peak_delta=3, last_delta=-10)}, 0)}
 
 
 def test_a_peak_covers_all_microbatches_in_flight() -> None:
@@ -26,6 +27,13 @@ def test_gradients_take_the_place_of_activations_in_the_first_backward_pass() ->
     """With one microbatch the peak is the greater of both, and not their sum."""
     assert compute_peak_memory(program("F0", "B0"), 0, WHOLE, {0: 8}).bytes == 13
     assert compute_peak_memory(program("F0", "B0"), 0, WHOLE, {0: 80}).bytes == 80
+
+
+def test_the_last_block_meets_the_gradients_of_all_others() -> None:
+    """In the first backward pass the last block's temporary tensors count beside gradients."""
+    costs = {0: StageCosts({"F": FORWARD, "B": PassCost(peak_delta=3, last_delta=-2)}, 0)}
+    assert compute_peak_memory(program("F0", "B0"), 0, costs, {0: 4}).bytes == 13
+    assert compute_peak_memory(program("F0", "B0"), 0, costs, {0: 80}).bytes == 88
 
 
 def test_activations_wait_for_their_weight_gradients() -> None:
