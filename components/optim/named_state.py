@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from drawloom.components.optim.gradient_steps import ADAM_MOMENTS
 from drawloom.ports import NodeState
 
-Named = Sequence[tuple[str, nn.Parameter]]
-
 
 def load_named_state(
     optimizers: Sequence[torch.optim.Optimizer],
-    named: Named,
+    named: Sequence[tuple[str, nn.Parameter]],
     state: NodeState,
     moments: Mapping[str, Sequence[str]],
     omitted: Mapping[str, Collection[str]],
@@ -31,14 +29,11 @@ def load_named_state(
     for name, saved in state.items():
         if saved and (missing := {*moments[name]} - saved.keys()):
             raise ValueError(f"{name} has {', '.join(saved)}, and not {', '.join(sorted(missing))}")
+    keys = {name: {"step", *means} - {*omitted.get(name, ())} for name, means in moments.items()}
     names = {parameter: name for name, parameter in named}
     for optimizer in optimizers:
         ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-        values = {
-            number: _copy_tensors(state[name], {"step", *moments[name]} - {*omitted.get(name, ())})
-            for number, name in enumerate(ordered)
-            if name in state
-        }
+        values = {number: _copy_tensors(state[name], keys[name]) for number, name in enumerate(ordered) if state}
         # torch moves each tensor to its parameter's device: a fused optimizer counts its steps on the accelerator.
         optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
 
