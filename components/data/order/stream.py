@@ -39,9 +39,13 @@ def list_row_sources(rows: PackedDataset) -> Sequence[RowSource]:
 
 def convert_token_weights_to_shares(sources: Sequence[RowSource]) -> dict[str, int]:
     """
-    Convert token weights to row shares by source, in units of 1 / UNIT; sources without weight or rows are left out.
+    Convert token weights to row shares by source, in units of 1 / UNIT; sources without weight are left out.
+
+    Raises UserError for a source with a weight, but without rows.
     """
-    used = [source for source in sources if source.weight and source.rows]
+    used = [source for source in sources if source.weight]
+    if empty := [source.name for source in used if not source.rows]:
+        raise UserError(f"rows: the source {empty[0]} has no training text; add text, or leave it out of the mixture")
     rates = {source.name: source.weight * source.rows / max(source.tokens, 1) for source in used}
     total = sum(rates.values())
     return {name: max(1, round(rate / total * UNIT)) for name, rate in rates.items()}
