@@ -12,6 +12,7 @@ from drawloom.components.learning_rate.lengths import (
     create_token_counts_unless_ramped,
     report_missing_batch_or_rows_edge,
 )
+from drawloom.components.learning_rate.piecewise import Curve, interpolate
 from drawloom.graph import component_base_class
 from drawloom.ports import Batching, PackedDataset, Step
 
@@ -108,6 +109,19 @@ class AfterWarmup:
         for name in LENGTHS:
             if node.settings.get(key := f"{name}_tokens") is not None:
                 yield from report_missing_batch_or_rows_edge(node, key, key)
+
+
+@component_base_class
+class DecayToEnd(AfterWarmup):
+    """Learning rate schedule that follows a curve from 1 to `end` after the warm-up."""
+
+    curve: ClassVar[Curve]
+
+    end: float = setting("learning-rate multiplier after the last step", default=0.0, check=at_least(0))
+
+    def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:
+        """Return the curve's value at `steps_done`."""
+        return interpolate(self.curve, 1.0, self.end, min(steps_done / steps_after_warmup, 1.0))
 
 
 def _convert_setting_to_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:
