@@ -117,8 +117,8 @@ def check_checkpoint_fits_nodes(
         log.info("%s has no state of [%s], which the recipe added; its state is initialized", loaded.checkpoint, name)
     for name, saved_entries in loaded.names.items():
         current = {entry for names in entries_by_rank for entry in names.get(name, [])}
-        # nothing is saved of an optimizer before its first step
-        if saved_entries and saved_entries != current:
+        # nothing is saved of an optimizer before its first step, and the recipe may have removed a node
+        if name in states and saved_entries and saved_entries != current:
             parts = [("missing", sorted(current - saved_entries)), ("unexpected", sorted(saved_entries - current))]
             differences = "; ".join(f"{text} {', '.join(names[:20])}" for text, names in parts if names)
             raise _misfit_error(loaded.checkpoint, name, differences)
@@ -140,8 +140,10 @@ def load_states_into_nodes(loaded: LoadedCheckpoint, states: Mapping[str, Statef
 
 
 def _misfit_error(checkpoint: Path, name: str, reason: str) -> UserError:
-    text = f"{checkpoint}: its state of [{name}] does not fit the node: {reason}"
-    return UserError(f"{text}; undo what was changed, or use another run name")
+    return UserError(
+        f"{checkpoint}: its state of [{name}] does not fit the node: {reason}; undo what was changed, or use another "
+        "run name"
+    )
 
 
 def _describe_shape_differences(current: Any, saved: Any, name: str = "") -> Iterator[str]:
