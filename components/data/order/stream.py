@@ -142,7 +142,7 @@ class RowStream:
                 self._window = window
             if (row := int(self._rows[index])) == MISSING_ROW:
                 raise UserError(
-                    f"the row at position {position} is from a source no longer in the mixture; add it again, with weight 0"
+                    f"the row at position {position} is from a source no longer in the mixture; add it with weight 0"
                 )
             rows.append(row)
         return rows
