@@ -6,6 +6,7 @@ decompressed. Text files are a corpus; other corpora in files derive from the ba
 """
 
 import gzip
+import io
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -139,7 +140,7 @@ def _decompress(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
 
         # the package zstandard reads a cut-off file without an error
         with pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd") as content:
-            yield pyarrow.BufferedInputStream(content, 2**16)
+            yield io.BufferedReader(content, 2**16)  # pyarrow's own reads no lines
     else:
         yield stream
 
