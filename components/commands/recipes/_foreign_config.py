@@ -15,8 +15,6 @@ from drawloom.graph.foreign_names import find_own_component, read_foreign_names
 from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.ports import ConfigJson, Settings, flatten_properties
 
-DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow")
-
 
 @attrs.define
 class Imported:
@@ -194,7 +192,8 @@ def _convert_value(own: str, key: str, value: Any, values: Mapping[str, Any]) ->
     """Return a setting's value, given the values before it, or None if there is none to write."""
     if key.endswith("_per_epoch"):
         return {"epochs": 1 / value} if value else "never"
-    if (part := read_foreign_names()["choices"].get(own, {}).get(str(value).lower())) is not None:
+    choices = read_foreign_names()["choices"]
+    if (part := choices.get(key, choices.get(own, {})).get(str(value).lower())) is not None:
         return part
     if own == "optimizer.betas":
         first, second = values.get(own, [0.9, 0.999])
@@ -210,7 +209,7 @@ def _convert_data_files(value: Any) -> list[Any] | None:
     paths = [entry.pop("path", None) for entry in entries]
     plain = read_foreign_names()["choices"]["tokens.paths"]
     is_plain = all(part in plain.get(key, ()) for entry in entries for key, part in entry.items())
-    return paths if is_plain and all(str(path).endswith(DATA_FILES) for path in paths) else None
+    return paths if is_plain and all(str(path).endswith(tuple(plain["suffixes"])) for path in paths) else None
 
 
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {

@@ -215,6 +215,8 @@ def test_data_that_other_rows_or_tokens_would_train_is_listed(run_import: Import
     [
         ("a.yml", "base_model: base\ntrain_on_inputs: true", "tokens.roles.user", 1.0),
         ("a.yml", "base_model: base\ntrain_on_inputs: false", "tokens.roles", {"assistant": 1.0}),
+        ("a.yml", "model_name_or_path: base\nmax_steps: 9", "tokens.roles.user", 1.0),
+        ("a.yml", "model_name_or_path: base\nassistant_only_loss: true", "tokens.roles", {"assistant": 1.0}),
         ("a.yml", "base_model: base\nwarmup_steps: 0", "lr", {"use": "learning_rate.cosine", "warmup_steps": 0}),
         ("a.yml", "base_model: base", "lr.warmup_percent", 3.0),
         ("a.yml", "model_name_or_path: base\nuse_peft: true", "adapters.lora.dropout", 0.05),
