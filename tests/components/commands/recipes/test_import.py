@@ -222,6 +222,7 @@ def test_data_that_other_rows_or_tokens_would_train_is_listed(run_import: Import
         ("a.yml", "model_name_or_path: base\nuse_peft: true", "adapters.lora.dropout", 0.05),
         ("a.yml", "model_name_or_path: base\nnum_generations: 4", "loss.variant", "dapo"),
         ("a.yml", "model_name_or_path: base\nnum_generations: 4\nscale_rewards: none", "advantages.scale", "none"),
+        ("a.toml", "optimizer.beta1 = 0.8", "optimizer.betas", [0.8, 0.95]),
         ("a.toml", 'lr_scheduler.decay_type = "cosine"', "lr.use", "learning_rate.cosine"),
         ("a.toml", "lr_scheduler.decay_ratio = 0.5", "lr.use", "learning_rate.wsd"),
     ],
