@@ -140,10 +140,8 @@ def load_states_into_nodes(loaded: LoadedCheckpoint, states: Mapping[str, Statef
 
 
 def _misfit_error(checkpoint: Path, name: str, reason: str) -> UserError:
-    return UserError(
-        f"{checkpoint}: its state of [{name}] does not fit the node: {reason}; undo what was changed, or use another "
-        "run name"
-    )
+    text = f"{checkpoint}: its state of [{name}] does not fit the node: {reason}"
+    return UserError(f"{text}; undo what was changed, or use another run name")
 
 
 def _describe_shape_differences(current: Any, saved: Any, name: str = "") -> Iterator[str]:

@@ -141,9 +141,7 @@ class RowStream:
                 self._rows = self._compute_rows(window * size, (window + 1) * size)
                 self._window = window
             if (row := int(self._rows[index])) == MISSING_ROW:
-                raise UserError(
-                    f"the row at position {position} is from a source no longer in the mixture; add it with weight 0"
-                )
+                raise UserError(f"position {position} is from a source no longer in the mixture; add it with weight 0")
             rows.append(row)
         return rows
 

@@ -124,8 +124,7 @@ def _open_without_decompression(path: str) -> IO[bytes]:
     """Open a local file, or a URL through fsspec, without decompression."""
     if "://" not in path:
         return open(path, "rb")
-    stream: IO[bytes] = import_optional_package("fsspec", FSSPEC).open(path, "rb").open()
-    return stream
+    return import_optional_package("fsspec", FSSPEC).open(path, "rb").open()  # type: ignore[no-any-return]
 
 
 @contextmanager
