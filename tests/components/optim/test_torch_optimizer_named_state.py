@@ -116,7 +116,7 @@ def test_state_without_the_optimizers_means_is_refused(saved: str, resumed: str)
     optimizer, other = _open_optimizer(saved, weights), _open_optimizer(resumed, Weights())
     give_gradients(weights, "matrix", "vector")
     optimizer.run_phase(Step(1, 2))
-    with pytest.raises(ValueError, match="has (step|exp_avg|momentum_buffer).*, and not (exp|max|mom)"):
+    with pytest.raises(ValueError, match=r"has (step|exp_avg|momentum_buffer).*, and not (exp|max|mom)"):
         other.load_state_dict(optimizer.state_dict())
 
 
