@@ -65,9 +65,8 @@ def test_a_key_that_transformers_lacks_changes_no_number(tmp_path: Path) -> None
     """Adjacent channels are rotated whatever a file says of `rope_interleave`, as by transformers."""
     config = deepseek().hugging_face_config() | {"rope_interleave": False}
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
-    assert_equal_to_transformers(
-        DeepseekV32(kernels=cpu_kernels(), config=tmp_path, indexer_loss_coef=0.0), without_gradient="*.indexer.*"
-    )
+    settings: dict[str, Any] = {"config": tmp_path, "indexer_loss_coef": 0.0}
+    assert_equal_to_transformers(DeepseekV32(kernels=cpu_kernels(), **settings), without_gradient="*.indexer.*")
 
 
 @pytest.mark.parametrize("build", [deepseek, glm])
