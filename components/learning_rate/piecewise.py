@@ -61,7 +61,7 @@ class SchedulePiece:
 
 
 @component_base_class
-class Schedule:
+class FactorSchedule:
     """Base of learning rate schedules: a factor for every step."""
 
     batching: Batching | None = None
@@ -82,7 +82,7 @@ class Schedule:
 
 
 @component(writes=("lr_factor",))
-class Piecewise(Schedule):
+class Piecewise(FactorSchedule):
     """
     Schedule with consecutive phases; after the last phase, the factor stays at its end value.
 

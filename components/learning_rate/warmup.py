@@ -11,7 +11,7 @@ from drawloom.components.learning_rate.lengths import (
     create_token_counts_unless_ramped,
     report_missing_batch_or_rows_edge,
 )
-from drawloom.components.learning_rate.piecewise import Curve, Schedule, interpolate
+from drawloom.components.learning_rate.piecewise import Curve, FactorSchedule, interpolate
 from drawloom.graph import component_base_class
 
 LENGTHS = ("warmup", "decay")
@@ -22,7 +22,7 @@ SHORTEN = "make it shorter, for example {name}_percent = 10.0, or raise `steps` 
 
 
 @component_base_class
-class AfterWarmup(Schedule):
+class AfterWarmup(FactorSchedule):
     """
     Learning rate schedule that rises linearly from `start` to 1, and then follows a curve.
 
