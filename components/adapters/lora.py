@@ -14,11 +14,6 @@ from drawloom.components.model.layers import Embedding, Linear
 from drawloom.ports import AdaptedLayer
 
 
-def _find_dropout_fault(value: float) -> str | None:
-    """Return why a dropout probability is invalid, or None."""
-    return None if 0 <= value < 1 else f"{value} is not from 0 to below 1"
-
-
 @component
 class Lora:
     """
@@ -45,7 +40,7 @@ class Lora:
         default=False,
         impact="incompatible",
     )
-    dropout: float = setting("dropout probability for A's inputs", default=0.0, check=_find_dropout_fault)
+    dropout: float = setting("dropout probability for A's inputs", default=0.0, check=between(0, 1))
 
     @property
     def options(self) -> LoraOptions:

@@ -117,8 +117,8 @@ def check_checkpoint_fits_nodes(
         log.info("%s has no state of [%s], which the recipe added; its state is initialized", loaded.checkpoint, name)
     for name, saved_entries in loaded.names.items():
         current = {entry for names in entries_by_rank for entry in names.get(name, [])}
-        # nothing is saved of an optimizer before its first step
-        if saved_entries and saved_entries != current:
+        # nothing is saved of an optimizer before its first step, and the recipe may have removed a node
+        if name in states and saved_entries and saved_entries != current:
             parts = [("missing", sorted(current - saved_entries)), ("unexpected", sorted(saved_entries - current))]
             differences = "; ".join(f"{text} {', '.join(names[:20])}" for text, names in parts if names)
             raise _misfit_error(loaded.checkpoint, name, differences)

@@ -25,13 +25,15 @@ class PadCollator:
     pad_id: int = setting("padding token id", default=0, check=between(0, 2**31))
 
     def count_tokens(self, example: Example) -> int:
-        """Count an example's tokens. Raises ValueError if it is empty, or if labels or weights differ in length."""
+        """Count an example's tokens. Raises ValueError if it is empty or padded, or if labels differ in length."""
         if "input_ids" not in example:
             raise ValueError(f"it has {', '.join(example) or 'no keys'}, but not the token ids, input_ids")
         tokens = len(example["input_ids"])
         for key in ("labels", "weights"):
             if example.get(key) is not None and len(example[key]) != tokens:
                 raise ValueError(f"it has {tokens} input_ids, but {len(example[key])} {key}; write one for each")
+        if 0 in example.get("attention_mask", ()):
+            raise ValueError("its attention_mask is 0 for padding, which rows get here; leave it out of input_ids")
         if not tokens:
             raise ValueError("its input_ids are empty; leave it out")
         return tokens
@@ -41,11 +43,7 @@ class PadCollator:
         shape = len(examples), length
         tokens, targets = np.full(shape, self.pad_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         padding = np.ones(shape, np.bool_)
-        weights, positions, documents = (
-            np.zeros(shape, np.float32),
-            np.zeros(shape, np.int64),
-            np.zeros(shape, np.int64),
-        )
+        weights, positions, documents = (np.zeros(shape, dtype) for dtype in (np.float32, np.int64, np.int64))
         for row, example in enumerate(examples):
             count = self.count_tokens(example)
             begin = length - count if self.side == "left" else 0

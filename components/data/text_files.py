@@ -1,11 +1,14 @@
 """Text file corpus, one document per file."""
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Sequence
 from typing import Literal
 
-from drawloom import NodeView, Problem, component, setting
+from drawloom import component, setting
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.sources.files import File, FileCorpus, group_text_files
+from drawloom.components.data.sources.files import File, FileCorpus, find_files, group_text_files
+
+log = logging.getLogger("drawloom.data")
 
 
 @component
@@ -16,12 +19,11 @@ class TextFiles(FileCorpus):
         "invalid UTF-8 in a file: refuse the file, or replace invalid bytes by U+FFFD", default="refuse"
     )
 
-    @classmethod
-    def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Warn of JSON lines, which would be trained with their JSON."""
-        for path in node.settings["paths"]:
-            if ".jsonl" in path:
-                yield node.warning("paths", f"{path} is read as plain text, JSON included", 'write use = "data.jsonl"')
+    def check_before_open(self) -> None:
+        """Read the first document, and warn of JSON lines, which would be trained with their JSON."""
+        super().check_before_open()
+        if lines := [file.path for file in find_files(self.paths) if file.suffix in (".jsonl", ".ndjson")]:
+            log.warning('%s is read as plain text, JSON included; write use = "data.jsonl"', lines[0])
 
     def divide_files(self, files: Sequence[File]) -> Sequence[Part]:
         return group_text_files(files, self.invalid_bytes == "replace")

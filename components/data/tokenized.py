@@ -33,13 +33,14 @@ class Tokenized:
     def check_before_open(self) -> None:
         """
         Open the stores. Raises UserError if one is damaged, if their tokenizers differ, or if the run's tokenizer
-        begins documents differently.
+        begins or ends documents differently.
         """
         self._train = _open_store("path", self.path)
-        if self.tokenizer is not None and [*self.tokenizer.prefix_ids] != self._train.prefix_ids:
-            stored, own = [*self._train.prefix_ids], [*self.tokenizer.prefix_ids]
-            text = f"path: {self.path} begins documents with the ids {stored}, and the run's tokenizer with {own}"
-            raise UserError(f"{text}; set the tokenizer's begin_token, or make the store anew", 2)
+        if self.tokenizer is not None:
+            stored, own = ([*ids.prefix_ids, ids.eos_id] for ids in (self._train, self.tokenizer))
+            if stored != own:
+                text = f"path: {self.path} has the begin and end ids {stored}, and the run's tokenizer {own}"
+                raise UserError(f"{text}; set its begin_token and end_token, or make the store with it", 2)
         if self.validation_path is not None:
             self._validation = _open_store("validation_path", self.validation_path)
             if self._validation.tokenizer != self._train.tokenizer:

@@ -1,6 +1,7 @@
 """Learning rate schedule with consecutive phases."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from drawloom.components.learning_rate.lengths import (
     create_token_counts_unless_ramped,
     report_missing_batch_or_rows_edge,
 )
+from drawloom.graph import component_base_class
 from drawloom.ports import Batching, PackedDataset, Step
 
 Curve = Literal["linear", "cosine", "polynomial", "exponential"]
@@ -58,16 +60,35 @@ class SchedulePiece:
         return total if self.until_percent is None else int(total * self.until_percent / 100)
 
 
+@component_base_class
+class FactorSchedule:
+    """Base of learning rate schedules: a factor for every step."""
+
+    batching: Batching | None = None
+    rows: PackedDataset | None = None
+
+    def run_phase(self, step: Step) -> None:
+        """Write `lr_factor`, which multiplies the base learning rate."""
+        step.state["lr_factor"] = self.factor(step.index - 1, step.total)
+
+    @cached_property
+    def run_token_counts(self) -> TokenCounts:
+        """The run's token counts."""
+        return create_token_counts(self.batching, self.rows)
+
+    @abstractmethod
+    def factor(self, done: int, total: int) -> float:
+        """Return the factor after `done` out of `total` steps."""
+
+
 @component(writes=("lr_factor",))
-class Piecewise:
+class Piecewise(FactorSchedule):
     """
     Schedule with consecutive phases; after the last phase, the factor stays at its end value.
 
     Phases with `until_tokens` need `batching = "@batch"` and `rows = "@packing"`.
     """
 
-    batching: Batching | None = None
-    rows: PackedDataset | None = None
     start: float | None = setting(
         "learning-rate multiplier at the first step; default: the first phase's `to` / its steps",
         default=None,
@@ -77,19 +98,11 @@ class Piecewise:
         "phases in order, with steps, until_tokens or until_percent; without any the last phase takes the rest"
     )
 
-    @cached_property
-    def _token_counts(self) -> TokenCounts:
-        return create_token_counts(self.batching, self.rows)
-
-    def run_phase(self, step: Step) -> None:
-        """Write `lr_factor`, which multiplies the base learning rate."""
-        step.state["lr_factor"] = self.factor(step.index - 1, step.total)
-
     def factor(self, done: int, total: int) -> float:
         """Return the factor after `done` out of `total` steps."""
         value, begin = self.start, 0
         for phase in self.phases:
-            end = max(begin, phase.compute_end_step(begin, total, self._token_counts))
+            end = max(begin, phase.compute_end_step(begin, total, self.run_token_counts))
             value = phase.to / max(end, 1) if value is None else value
             if done < end:
                 return interpolate(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)

@@ -6,14 +6,13 @@ from typing import Any, ClassVar
 
 from drawloom import Problem, at_least, between, setting
 from drawloom.components.learning_rate.lengths import (
-    TokenCounts,
     convert_length_to_steps,
     create_token_counts,
     create_token_counts_unless_ramped,
     report_missing_batch_or_rows_edge,
 )
+from drawloom.components.learning_rate.piecewise import Curve, FactorSchedule, interpolate
 from drawloom.graph import component_base_class
-from drawloom.ports import Batching, PackedDataset, Step
 
 LENGTHS = ("warmup", "decay")
 
@@ -23,7 +22,7 @@ SHORTEN = "make it shorter, for example {name}_percent = 10.0, or raise `steps` 
 
 
 @component_base_class
-class AfterWarmup:
+class AfterWarmup(FactorSchedule):
     """
     Learning rate schedule that rises linearly from `start` to 1, and then follows a curve.
 
@@ -34,8 +33,6 @@ class AfterWarmup:
     has_fixed_end: ClassVar[bool] = True
     """Whether the curve ends at the run's last step."""
 
-    batching: Batching | None = None
-    rows: PackedDataset | None = None
     start: float | None = setting(
         "learning-rate multiplier at the first step; default: 1 / warm-up steps; 0, as in transformers, trains "
         "nothing in this step",
@@ -52,10 +49,6 @@ class AfterWarmup:
         check=between(0, 100),
         one_of="warmup",
     )
-
-    def run_phase(self, step: Step) -> None:
-        """Write `lr_factor`, which multiplies the base learning rate."""
-        step.state["lr_factor"] = self.factor(step.index - 1, step.total)
 
     def factor(self, done: int, total: int) -> float:
         """Return the factor after `done` out of `total` steps."""
@@ -75,11 +68,6 @@ class AfterWarmup:
             sizes=self.run_token_counts,
             at_end=False,
         )
-
-    @property
-    def run_token_counts(self) -> TokenCounts:
-        """The run's token counts."""
-        return create_token_counts(self.batching, self.rows)
 
     @abstractmethod
     def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:
@@ -108,6 +96,19 @@ class AfterWarmup:
         for name in LENGTHS:
             if node.settings.get(key := f"{name}_tokens") is not None:
                 yield from report_missing_batch_or_rows_edge(node, key, key)
+
+
+@component_base_class
+class DecayToEnd(AfterWarmup):
+    """Learning rate schedule that follows a curve from 1 to `end` after the warm-up."""
+
+    curve: ClassVar[Curve]
+
+    end: float = setting("learning-rate multiplier after the last step", default=0.0, check=at_least(0))
+
+    def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:
+        """Return the curve's value at `steps_done`."""
+        return interpolate(self.curve, 1.0, self.end, min(steps_done / steps_after_warmup, 1.0))
 
 
 def _convert_setting_to_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:

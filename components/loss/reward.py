@@ -75,14 +75,18 @@ class ScoringLoss:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report tensor parallelism, and warn if the model's folder has a head, and the loss has a random one."""
+        """Report other labels than the data's, and tensor parallelism; warn of a random head beside a folder's."""
+        names = node.settings.get("labels")
+        for other in node.nodes.values():
+            if other.settings.get("labels", names) != names:
+                yield node.problem("labels", f"labels differ from [{other.name}]'s", "write the same in the same order")
         if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
             # Every rank would add the whole head's gradient.
             text = f"[{node.name}] computes whole scores, and ranks along 'tensor' share hidden states"
             yield mesh.problem("tensor", text, "write tensor = 1")
         if node.settings["head"] is None and (folder := find_model_folder(node)) is not None:
             with suppress(UserError):  # there is no such head, or the folder is reported elsewhere
-                find_score_head_rows(folder, node.settings.get("labels") or cls.output_names)
+                find_score_head_rows(folder, names or cls.output_names)
                 text = f"{folder} has a head with these outputs, and this one begins with random weights"
                 yield node.warning("head", text, f'write head = "{folder}" to train it further')
 

@@ -23,6 +23,8 @@ from drawloom.ports import Settings
 class DeepseekV32Config(Glm4MoeLiteConfig):
     """Config of DeepSeek-V3.2: latent attention to tokens chosen by an indexer."""
 
+    unused_keys = ("rope_interleave",)
+
     q_lora_rank: int = size_setting("hidden_size", "width of the latent of queries", default=1536)
     index_topk: int = size_setting(
         "max_position_embeddings",

@@ -27,8 +27,6 @@ SHARED: Literal["shared"] = "shared"
 class GlmDsaConfig(DeepseekV32Config):
     """Config of GLM-5: DeepSeek-V3.2's layers, of which some use an earlier layer's choice of tokens."""
 
-    unused_keys = ("rope_interleave",)
-
     rms_norm_eps: float = 1e-5
     indexer_types: list[Literal["full", "shared"]] = training_setting(
         "full, or shared for an indexer of an earlier layer, for every layer; default: full",

@@ -1,7 +1,6 @@
 """States of torch optimizers by parameter name, as checkpoints have them."""
 
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,37 +9,38 @@ from torch import Tensor, nn
 from drawloom.components.optim.gradient_steps import ADAM_MOMENTS
 from drawloom.ports import NodeState
 
-Named = Sequence[tuple[str, nn.Parameter]]
-
 
 def load_named_state(
     optimizers: Sequence[torch.optim.Optimizer],
-    named: Named,
+    named: Sequence[tuple[str, nn.Parameter]],
     state: NodeState,
-    omitted: Mapping[str, Collection[str]] = MappingProxyType({}),
+    moments: Mapping[str, Sequence[str]],
+    omitted: Mapping[str, Collection[str]],
 ) -> None:
     """
     Replace the optimizers' state by a copy of a saved state, empty before the first step.
 
-    `omitted` keys by parameter are left out, because torch would copy them to the device. Raises KeyError for other
-    parameters' state.
+    `moments` are the running means' names by parameter; means of another optimizer are not loaded. `omitted` keys by
+    parameter are left out, because torch would copy them to the device. Raises KeyError for other parameters' state,
+    and ValueError without one of the means.
     """
-    parameters = dict(named)
-    if state and parameters.keys() != state.keys():
-        raise KeyError(f"optimizer state differs for {sorted(parameters.keys() ^ state.keys())}")
+    if state and moments.keys() != state.keys():
+        raise KeyError(f"optimizer state differs for {sorted(moments.keys() ^ state.keys())}")
+    for name, saved in state.items():
+        if saved and (missing := {*moments[name]} - saved.keys()):
+            raise ValueError(f"{name} has {', '.join(saved)}, and not {', '.join(sorted(missing))}")
+    keys = {name: {"step", *means} - {*omitted.get(name, ())} for name, means in moments.items()}
     names = {parameter: name for name, parameter in named}
     for optimizer in optimizers:
         ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-        kept = [(number, state.get(name, {}), omitted.get(name, ())) for number, name in enumerate(ordered)]
-        values = {number: values for number, parts, keys in kept if (values := _copy_tensors(parts, keys))}
+        values = {number: _copy_tensors(state[name], keys[name]) for number, name in enumerate(ordered) if state}
         # torch moves each tensor to its parameter's device: a fused optimizer counts its steps on the accelerator.
         optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _copy_tensors(parts: dict[str, Any], omitted: Collection[str]) -> dict[str, Any]:
-    """Copy tensors, because the optimizer changes its state in place; without the omitted keys."""
-    kept = {key: part for key, part in parts.items() if key not in omitted}
-    return {key: part.detach().clone() if isinstance(part, Tensor) else part for key, part in kept.items()}
+def _copy_tensors(parts: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """Copy the tensors with these keys, because the optimizer changes its state in place."""
+    return {key: parts[key].detach().clone() for key in keys if isinstance(parts.get(key), Tensor)}
 
 
 def create_state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str, Tensor]:

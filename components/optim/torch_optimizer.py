@@ -210,7 +210,8 @@ class TorchOptimizer(HostStates):
             self._transfers.synchronize()
         from drawloom.components.optim.named_state import load_named_state
 
-        load_named_state(self._optimizers, self.parameters.named_parameters(), state, omitted=self._host_state)
+        names, named = self.moment_names_by_parameter(), self.parameters.named_parameters()
+        load_named_state(self._optimizers, named, state, names, omitted=self._host_state)
         # load_named_state would put these moments on the device. They are zero before the first step.
         for name, moments in self._host_state.items():
             for key, tensor in moments.items():

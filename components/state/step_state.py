@@ -127,9 +127,7 @@ class StepState:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value of the global view, or the default if the view does not contain it."""
-        if key not in self:
-            return default
-        return self[key]
+        return self[key] if key in self else default  # noqa: SIM401 - this is `get`
 
     def microbatches_present(self, key: str) -> list[int]:
         """Return the microbatches, counted from 0, with a written value; [] if it was never written."""
@@ -273,9 +271,7 @@ class _MicrobatchView:
         return self._index in self._state.microbatches_present(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            return default
-        return self[key]
+        return self[key] if key in self else default  # noqa: SIM401 - this is `get`
 
 
 def _describe_location(key: str, index: int) -> str:

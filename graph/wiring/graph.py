@@ -285,40 +285,28 @@ class Member:
     flow: Flow
 
 
-@attrs.frozen
-class MemberSequence:
-    """The first writer and the last reader of every value, because a sequence may be long."""
-
-    first_writers: Mapping[str, Member]
-    last_readers: Mapping[str, Member]
-
-    @classmethod
-    def from_members(cls, members: Sequence[Member]) -> "MemberSequence":
-        """Index members by written and read values."""
-        writers = {value: member for member in reversed(members) for value in member.flow.writes}
-        return cls(writers, {name.removesuffix("?"): member for member in members for name in member.flow.reads})
-
-
 def check_sequence_dataflow(node: Node, field: str, edge: Edge, nodes: Mapping[str, Node]) -> Iterator[Problem]:
     """
     Check the order in a sequence edge as a dataflow: values are written before they are read, and changed in time.
     """
     first = {target: number for number, target in reversed([*enumerate(edge.targets)])}  # a duplicate is a problem
     members = [Member(name, first[name], nodes[name].spec.traits.flow) for name in dict.fromkeys(edge.targets)]
-    sequence = MemberSequence.from_members(members)
+    # the first writer and the last reader of every value, because a sequence may be long
+    writers = {value: member for member in reversed(members) for value in member.flow.writes}
+    readers = {name.removesuffix("?"): member for member in members for name in member.flow.reads}
     for member in members:
         position = node.position_of(edge.items[member.number])
-        for text, hint in _find_wrong_orders_with_hints(member, sequence, nodes, edge.incomplete):
+        for text, hint in _find_wrong_orders_with_hints(member, writers, readers, nodes, edge):
             yield Problem("DL330", f"{field}: {text}", hint, node.name, position)
 
 
 def _find_wrong_orders_with_hints(
-    member: Member, sequence: MemberSequence, nodes: Mapping[str, Node], incomplete: bool
+    member: Member, writers: Mapping[str, Member], readers: Mapping[str, Member], nodes: Mapping[str, Node], edge: Edge
 ) -> Iterator[tuple[str, str]]:
     for name in (*member.flow.reads, *member.flow.changes):
         value, verb = name.removesuffix("?"), "changes" if name in member.flow.changes else "reads"
-        writer = sequence.first_writers.get(value)
-        if writer is None and (name != value or incomplete):
+        writer = writers.get(value)
+        if writer is None and (name != value or edge.incomplete):
             continue  # the read is optional, or the writer may be a member with problems
         if writer is None:
             others = [name for name, node in nodes.items() if value in node.spec.traits.flow.writes]
@@ -327,8 +315,12 @@ def _find_wrong_orders_with_hints(
         elif writer.number >= member.number:
             hint = f'move "@{member.name}" after "@{writer.name}"'
             yield f"[{member.name}] {verb} {value} before [{writer.name}] writes it", hint
+    for other, value in {writers[value].name: value for value in reversed(member.flow.writes)}.items():
+        if other != member.name:
+            text = f"[{member.name}] writes {value} again, so the value of [{other}] is lost"
+            yield text, f'remove "@{member.name}" or "@{other}"'
     for value in member.flow.changes:
-        reader = sequence.last_readers.get(value)
+        reader = readers.get(value)
         if reader is not None and reader.number < member.number:
             text = f"[{member.name}] changes {value} after the last reader [{reader.name}], so the change is lost"
             yield text, f'move "@{member.name}" before "@{reader.name}"'

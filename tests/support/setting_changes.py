@@ -231,7 +231,7 @@ MAMBA_SIZES = {
     "moe_shared_expert_intermediate_size": 10,
 }
 INDEX_SIZES = {"index_topk": 2, "index_n_heads": 3, "index_head_dim": 8}
-INDEXED = LATENT | {
+INDEXED = {key: change for key, change in LATENT.items() if key != "rope_interleave"} | {
     "q_lora_rank": 6,
     "index_topk": 1,
     "index_n_heads": 2,
@@ -638,8 +638,7 @@ ROWS: dict[str, Row] = {
     "model.glm_moe_dsa": Row(
         parts.model_of,
         LATENT_SIZES | INDEX_SIZES,
-        {key: change for key, change in INDEXED.items() if key != "rope_interleave"}
-        | {"config": config("glm_moe_dsa"), "indexer_types": ["full", "shared"]},
+        INDEXED | {"config": config("glm_moe_dsa"), "indexer_types": ["full", "shared"]},
     ),
     "model.glm4_moe_lite": Row(parts.model_of, LATENT_SIZES, LATENT | {"config": config("glm4_moe_lite")}),
     "model.gemma3": Row(

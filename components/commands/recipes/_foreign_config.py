@@ -15,8 +15,6 @@ from drawloom.graph.foreign_names import find_own_component, read_foreign_names
 from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.ports import ConfigJson, Settings, flatten_properties
 
-DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow")
-
 
 @attrs.define
 class Imported:
@@ -129,12 +127,14 @@ def import_config(config: Settings, framework: str, base: str | None, ranks: int
     tables = read_foreign_names()
     names, defaults = tables[framework], tables["defaults"][framework]
     imported = Imported(framework, [base or _choose_base(config, framework)])
-    lengths = [value for key, value in config.items() if names.get(key, "").startswith("trainer.")]
+    targets = [names.get(key, "") for key, value in config.items() if value not in (None, -1)]
+    lengths = tuple(part for part in ("trainer.", "lr.warmup") if any(target.startswith(part) for target in targets))
     by_recipe = tables["recipes"].get(imported.extends[0], {}) if framework == "trl" else {}
-    given = {**defaults, **by_recipe, **config}
+    by_adapter = tables["recipes"]["use_peft"] if config.get("use_peft") else {}
+    given = {**defaults, **by_recipe, **by_adapter, **config}
     for key, value in given.items():
         target, is_default = names.get(key), key not in config
-        if is_default and str(target).startswith("trainer.") and any(length not in (None, -1) for length in lengths):
+        if is_default and str(target).startswith(lengths):
             continue
         if value is not None:
             _import_key(imported, key, value, target, f"default of {key}" if is_default else key)
@@ -192,36 +192,37 @@ def _convert_value(own: str, key: str, value: Any, values: Mapping[str, Any]) ->
     """Return a setting's value, given the values before it, or None if there is none to write."""
     if key.endswith("_per_epoch"):
         return {"epochs": 1 / value} if value else "never"
-    if (part := read_foreign_names()["choices"].get(own, {}).get(str(value).lower())) is not None:
+    choices = read_foreign_names()["choices"]
+    if (part := choices.get(key, choices.get(own, {})).get(str(value).lower())) is not None:
         return part
+    if own == "optimizer.betas":
+        first, second = values.get(own, [0.9, 0.999])
+        return [first, value] if key.endswith("2") else [value, second]
     convert = next((convert for pattern, convert in CONVERSIONS.items() if fnmatchcase(own, pattern)), None)
     if convert is not None:
-        return convert(key, value, values)
+        return convert(value)
     return None if value == -1 else value
 
 
-def _convert_beta(key: str, value: Any, values: Mapping[str, Any]) -> list[Any]:
-    first, second = values.get("optimizer.betas", [0.9, 0.999])
-    return [first, value] if key.endswith("2") else [value, second]
+def _convert_data_files(value: Any) -> list[Any] | None:
+    entries = [dict(entry) if isinstance(entry, dict) else {"path": entry} for entry in value]
+    paths = [entry.pop("path", None) for entry in entries]
+    plain = read_foreign_names()["choices"]["tokens.paths"]
+    is_plain = all(part in plain.get(key, ()) for entry in entries for key, part in entry.items())
+    return paths if is_plain and all(str(path).endswith(tuple(plain["suffixes"])) for path in paths) else None
 
 
-def _convert_data_files(_key: str, value: Any, _values: Mapping[str, Any]) -> list[Any] | None:
-    paths = [entry.get("path") if isinstance(entry, dict) else entry for entry in value]
-    return paths if all(str(path).endswith(DATA_FILES) for path in paths) else None
-
-
-CONVERSIONS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], Any]] = {
-    "optimizer.betas": _convert_beta,
+CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "tokens.paths": _convert_data_files,
-    "loss.use": lambda key, value, values: f"loss.{value}",
-    "*.use": lambda key, value, values: find_own_component(str(value)),
-    "mesh.data_shard": lambda key, value, values: {-1: "auto", 1: None}.get(value, value),
-    "mesh.*": lambda key, value, values: None if value in (-1, 1) else value,
-    "adapters.lora": lambda key, value, values: None,  # the base has it, or the overlay for all weights removes it
-    "adapters.lora.targets": lambda key, value, values: [value] if isinstance(value, str) else value,
-    "*.every": lambda key, value, values: value if isinstance(value, int) and value > 0 else None,
-    "run.name": lambda key, value, values: str(value),
-    "vars.base": lambda key, value, values: str(value),
+    "loss.variant": lambda value: None,  # losses of pairs have types of other names
+    "loss.use": lambda value: f"loss.{value}",
+    "*.use": lambda value: find_own_component(str(value)),
+    "mesh.*": lambda value: None if value in (-1, 1) else value,
+    "adapters.lora": lambda value: None,  # the base has it, or the overlay for all weights removes it
+    "adapters.lora.targets": lambda value: [value] if isinstance(value, str) else value,
+    "*.every": lambda value: value if isinstance(value, int) and value > 0 else None,
+    "run.name": str,
+    "vars.base": str,
 }
 """Conversions of values, by patterns of settings; the first match counts. Other values are copied."""
 
@@ -279,8 +280,8 @@ def _complete_from_torchtitan(imported: Imported, config: Settings) -> None:
         if config.get(f"{foreign}.enable") is False:
             imported.set_value(f"{key}.every", "never", f"{foreign}.enable")
     if imported.framework == "torchtitan":
-        use = "learning_rate.wsd" if "lr.decay_percent" in imported.values else "learning_rate.linear"
-        imported.set_value("lr.use", use, "lr_scheduler")
+        use = "wsd" if "lr.decay_percent" in imported.values else imported.values.pop("lr.curve", "linear")
+        imported.set_value("lr.use", f"learning_rate.{use}", "lr_scheduler")
 
 
 def _choose_overlays(imported: Imported, config: Settings) -> None:

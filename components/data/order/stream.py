@@ -39,9 +39,13 @@ def list_row_sources(rows: PackedDataset) -> Sequence[RowSource]:
 
 def convert_token_weights_to_shares(sources: Sequence[RowSource]) -> dict[str, int]:
     """
-    Convert token weights to row shares by source, in units of 1 / UNIT; sources without weight or rows are left out.
+    Convert token weights to row shares by source, in units of 1 / UNIT; sources without weight are left out.
+
+    Raises UserError for a source with a weight, but without rows.
     """
-    used = [source for source in sources if source.weight and source.rows]
+    used = [source for source in sources if source.weight]
+    if empty := [source.name for source in used if not source.rows]:
+        raise UserError(f"rows: the source {empty[0]} has no training text; add text, or leave it out of the mixture")
     rates = {source.name: source.weight * source.rows / max(source.tokens, 1) for source in used}
     total = sum(rates.values())
     return {name: max(1, round(rate / total * UNIT)) for name, rate in rates.items()}
@@ -137,9 +141,7 @@ class RowStream:
                 self._rows = self._compute_rows(window * size, (window + 1) * size)
                 self._window = window
             if (row := int(self._rows[index])) == MISSING_ROW:
-                raise UserError(
-                    f"the row at position {position} is from a source no longer in the mixture; add the source again"
-                )
+                raise UserError(f"position {position} is from a source no longer in the mixture; add it with weight 0")
             rows.append(row)
         return rows
 

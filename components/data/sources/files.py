@@ -6,6 +6,7 @@ decompressed. Text files are a corpus; other corpora in files derive from the ba
 """
 
 import gzip
+import io
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -123,8 +124,7 @@ def _open_without_decompression(path: str) -> IO[bytes]:
     """Open a local file, or a URL through fsspec, without decompression."""
     if "://" not in path:
         return open(path, "rb")
-    stream: IO[bytes] = import_optional_package("fsspec", FSSPEC).open(path, "rb").open()
-    return stream
+    return import_optional_package("fsspec", FSSPEC).open(path, "rb").open()  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def _decompress(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
 
         # the package zstandard reads a cut-off file without an error
         with pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd") as content:
-            yield pyarrow.BufferedInputStream(content, 2**16)
+            yield io.BufferedReader(content, 2**16)  # pyarrow's own reads no lines
     else:
         yield stream
 

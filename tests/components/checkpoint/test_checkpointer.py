@@ -20,7 +20,7 @@ from drawloom.components.ports.run import Cadence, Step
 from drawloom.components.storage import durable_files
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
-from support.checkpoints import SingleRankMesh, StateNode, checkpointer, restore_step, save_steps, state_of
+from support.checkpoints import ShardedNode, SingleRankMesh, StateNode, checkpointer, restore_step, save_steps, state_of
 from support.disk import Call, watch_calls
 from support.steps import make_skipped_step
 
@@ -270,8 +270,9 @@ def test_nodes_that_differ_are_all_listed(tmp_path: Path) -> None:
 def test_nodes_that_the_recipe_changed_may_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With a node added or removed by the recipe, the new one keeps its initial state, and the rest is restored."""
     caplog.set_level(logging.INFO)
-    checkpointer(tmp_path, {"a": StateNode({"x": 1}), "trackers.aim": StateNode()}).save(Step(1, 1))
-    changes = [RecipeChange(node, "", "old", "new", "safe") for node in ("trackers.aim", "trackers.jsonl")]
+    nodes = {"a": StateNode({"x": 1}), "trackers.aim": StateNode(), "ema": ShardedNode({"w": {"average": 1}})}
+    checkpointer(tmp_path, nodes).save(Step(1, 1))
+    changes = [RecipeChange(node, "", "old", "new", "safe") for node in ("ema", "trackers.aim", "trackers.jsonl")]
     recipe = ResolvedRecipe("text", "hash", False, lambda older: changes if older == "format = 1\n" else [])
     old, new = StateNode(), StateNode({"fresh": True})
     assert checkpointer(tmp_path, {"a": old, "trackers.jsonl": new}, recipe=recipe).restore() == 1

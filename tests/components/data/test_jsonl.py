@@ -1,8 +1,10 @@
 """A corpus of JSON lines."""
 
+import gzip
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +27,20 @@ def test_texts_are_unchanged(tmp_path_factory: pytest.TempPathFactory, all: list
     lines = "".join(json.dumps({"text": text, "id": 1}, ensure_ascii=not plain) + "\n" for text in all)
     folder = tmp_path_factory.mktemp("corpus", numbered=True)
     assert list(corpus(folder, lines, validation_fraction=0.0).documents("train")) == all
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_compressed_lines_are_read_over_frames(tmp_path: Path, name: str) -> None:
+    """Lines of compressed files are read, also if a frame ends inside of a line; an error has the line's number."""
+    compress = gzip.compress if name.endswith(".gz") else lambda part: bytes(pyarrow.compress(part, "zstd"))
+    lines = [json.dumps({"text": f"{number} " * 999}) for number in range(99)]
+    content = "\n".join(lines).encode()
+    (tmp_path / name).write_bytes(compress(content[:100_001]) + compress(content[100_001:]))
+    corpus = JsonLines(paths=[str(tmp_path / name)], validation_fraction=0.0)
+    assert list(corpus.documents("train")) == [json.loads(line)["text"] for line in lines]
+    (tmp_path / name).write_bytes(compress(content) + compress(b"\nx"))
+    with pytest.raises(UserError, match=f"{name}:100:"):
+        list(corpus.documents("train"))
 
 
 def test_the_split_depends_on_the_text_not_its_position(tmp_path: Path) -> None:

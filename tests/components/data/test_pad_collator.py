@@ -38,6 +38,8 @@ def test_padding_is_on_one_side() -> None:
         ({"input_ids": [1, 2], "labels": [2, -100]}, None),
         ({"input_ids": [1, 2], "labels": [-100, 3]}, "one of its labels is neither its token, unshifted, nor -100"),
         ({"input_ids": [1, 2], "weights": [1, -1]}, "one of its weights is negative"),
+        ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "its attention_mask is 0 for padding"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 1]}, None),
         ({"input_ids": [1.5, 2.0]}, "its ids are float64 of shape"),
     ],
 )

@@ -6,7 +6,6 @@ import pytest
 
 from drawloom.components.data.text_files import TextFiles
 from drawloom.graph import UserError
-from drawloom.graph.project import Recipe
 
 
 def test_documents_of_both_splits_are_the_files(tmp_path: Path) -> None:
@@ -63,8 +62,12 @@ def test_empty_files_are_not_a_validation_split(tmp_path: Path) -> None:
     assert any(corpus.documents("train")) and any(corpus.documents("validation"))
 
 
-def test_json_lines_are_named_in_a_warning() -> None:
-    """Their JSON would be trained as text; other files have no warning."""
-    values = {"vars": {"base": "base"}, "corpus": {"paths": ["a.txt", "b.jsonl.gz"]}}
-    problems = [str(problem) for problem in Recipe.load("finetune").with_values(values).graph.problems]
-    assert ["warning: [corpus] b.jsonl.gz is read as plain text" in problem for problem in problems] == [True]
+@pytest.mark.parametrize(("name", "warnings"), [("b.jsonl.gz", 1), ("b.ndjson", 1), ("b.json", 0), ("b.txt", 0)])
+def test_json_lines_are_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, warnings: int
+) -> None:
+    """Their JSON would be trained as text, also if a glob selects them among other files."""
+    for file in ("a.txt", name):
+        (tmp_path / file).write_text("text")
+    TextFiles(paths=[f"{tmp_path}/*"]).check_before_open()
+    assert [f"{tmp_path / name} is read as plain text" in text for text in caplog.messages] == [True] * warnings

@@ -38,18 +38,22 @@ def test_the_validation_split_may_have_a_store(drawloom_opened: Any, tmp_path: P
 
 
 def test_a_store_with_another_beginning_is_refused(tmp_path: Path) -> None:
-    """A store's documents begin with the ids of the tokenizer that made it, and a run with other ids is refused."""
+    """A store's documents begin and end as its tokenizer says, and a run whose tokenizer says otherwise is refused."""
 
     class Begun(Bytes):
         prefix_ids = (7,)
+
+    class Ended(Begun):
+        eos_id = 3
 
     build_store(tmp_path / "store", [Texts(("a", "", "bc"))], Begun())
     corpus = Tokenized(path=tmp_path / "store", tokenizer=Begun(), validation_fraction=0.0)
     corpus.open()
     documents = [corpus.documents("train").read(number, 0, 9).ids.tolist() for number in (0, 1)]
     assert documents == [[7, 97, 256], [7, 98, 99, 256]]
-    with pytest.raises(UserError, match=r"begins documents with the ids \[7\], and the run's tokenizer with \[\]"):
-        Tokenized(path=tmp_path / "store", tokenizer=Bytes()).check_before_open()
+    for tokenizer, ids in ((Bytes(), r"\[256\]"), (Ended(), r"\[7, 3\]")):
+        with pytest.raises(UserError, match=rf"the begin and end ids \[7, 256\], and the run's tokenizer {ids}"):
+            Tokenized(path=tmp_path / "store", tokenizer=tokenizer).check_before_open()
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from drawloom.components.loss.classification import Classifier
 from drawloom.components.ports.model import LanguageModel
 from drawloom.graph import UserError
+from drawloom.graph.project import Recipe
 from drawloom.graph.testing import fake
 from support.losses import sample
 
@@ -43,3 +44,13 @@ def test_the_loss_is_the_weighted_cross_entropy_at_last_tokens(one_rank: Any) ->
         torch.testing.assert_close(ours, theirs)
     with pytest.raises(UserError, match="needs a label for every document"):
         loss.loss(hidden, None, batch.evolve(labels=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("labels", "faults"), [("negative, positive", 0), ("positive, negative", 1), ("negative, neutral, positive", 1)]
+)
+def test_labels_of_the_data_are_the_losss(labels: str, faults: int) -> None:
+    """The data's labels are numbered like the head's outputs, whose names an export has."""
+    values = {"vars": {"base": "base"}, "tokens": {"labels": labels.split(", "), "paths": ["a.jsonl"]}}
+    problems = [str(problem) for problem in Recipe.load("classify").with_values(values).graph.problems]
+    assert ["labels differ from [tokens]'s" in problem for problem in problems] == [True] * faults

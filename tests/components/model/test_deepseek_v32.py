@@ -25,7 +25,7 @@ from support.families import (
     small,
 )
 from support.family_words import FAMILY_WORDS
-from support.qwen3 import losses_of, one_document, twin, whole
+from support.qwen3 import cpu_kernels, losses_of, one_document, twin, whole
 
 SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -59,6 +59,14 @@ def test_numbers_equal_those_of_transformers(build: Callable[..., DecoderBuilder
     """Logits, losses of packed documents and gradients equal transformers', and files go both ways."""
     assert_equal_to_transformers(build(), without_gradient="*.indexer.*")
     assert_files_go_both_ways(build(), tmp_path)
+
+
+def test_a_key_that_transformers_lacks_changes_no_number(tmp_path: Path) -> None:
+    """Adjacent channels are rotated whatever a file says of `rope_interleave`, as by transformers."""
+    config = deepseek().hugging_face_config() | {"rope_interleave": False}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    settings: dict[str, Any] = {"config": tmp_path, "indexer_loss_coef": 0.0}
+    assert_equal_to_transformers(DeepseekV32(kernels=cpu_kernels(), **settings), without_gradient="*.indexer.*")
 
 
 @pytest.mark.parametrize("build", [deepseek, glm])

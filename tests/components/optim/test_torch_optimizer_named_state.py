@@ -31,6 +31,7 @@ def _stochastic(weights: Weights) -> StochasticAdamW:
 
 MAKERS: dict[str, Callable[[Weights], Any]] = {
     "adamw": lambda weights: AdamW(parameters=weights, mesh=SingleRankMesh(), lr=0.1),
+    "amsgrad": lambda weights: AdamW(parameters=weights, mesh=SingleRankMesh(), lr=0.1, amsgrad=True),
     "muon": lambda weights: Muon(parameters=weights, mesh=SingleRankMesh(), lr=0.1, targets=["matrix"]),
     "sgd": lambda weights: SGD(parameters=weights, mesh=SingleRankMesh(), lr=0.1),
     "stochastic_adamw": _stochastic,
@@ -106,3 +107,24 @@ def test_a_parameter_without_gradients_has_an_entry(kind: str) -> None:
         node.run_phase(Step(2, 2))
     for name, tensor in _tensors(optimizer.state_dict()).items():
         assert torch.equal(_tensors(resumed.state_dict())[name], tensor)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("sgd", "muon"), ("muon", "sgd"), ("adamw", "amsgrad")])
+def test_state_without_the_optimizers_means_is_refused(saved: str, resumed: str) -> None:
+    """Another optimizer's means are not used as one's own: SGD's sum of gradients is not Muon's mean."""
+    weights = Weights()
+    optimizer, other = _open_optimizer(saved, weights), _open_optimizer(resumed, Weights())
+    give_gradients(weights, "matrix", "vector")
+    optimizer.run_phase(Step(1, 2))
+    with pytest.raises(ValueError, match=r"has (step|exp_avg|momentum_buffer).*, and not (exp|max|mom)"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_means_that_an_optimizer_lacks_are_not_kept() -> None:
+    """AdamW that goes on without AMSGrad neither keeps nor saves the largest means."""
+    weights = Weights()
+    optimizer, other = _open_optimizer("amsgrad", weights), _open_optimizer("adamw", Weights())
+    give_gradients(weights, "matrix", "vector")
+    optimizer.run_phase(Step(1, 2))
+    other.load_state_dict(optimizer.state_dict())
+    assert {key for part in other.state_dict().values() for key in part} == {"step", "exp_avg", "exp_avg_sq"}

@@ -142,7 +142,7 @@ def test_a_node_that_nothing_needs_is_a_warning(shop: Shop) -> None:
 
 def test_a_node_that_an_edit_removed_is_unused_without_a_warning(shop: Shop) -> None:
     """A node that an edit removes from a list is not reported as unused."""
-    text = '[first]\nuse = "pages.parse"\n[second]\nuse = "pages.parse"\n[page]\nfilters = ["@first", "@second"]'
+    text = '[first]\nuse = "pages.shorten"\n[second]\nuse = "pages.parse"\n[page]\nfilters = ["@first", "@second"]'
     assert shop(text).problems == ()
     recipe = shop(text).recipe.with_values({"edit": {"page": {"filters": {"remove": "@first"}}}})
     graph = Graph.build(recipe, shop(text).registry, "trainer")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli
@@ -196,6 +197,42 @@ def test_defaults_of_axolotl_are_written(run_import: Import) -> None:
     values = run_import("a.yaml", "base_model: base\nlearning_rate: 1e-4")["values"]
     assert isinstance(values, dict) and values["tokens"] == {"validation_fraction": 0.0}
     assert values["packing"]["use"] == "data.packing.padded" and values["vars"]["length"] == 512
+
+
+@pytest.mark.parametrize(
+    "entry", ["split: 'train[:10%]'", "roles_to_train: [user]", "type: completion", "field_messages: conversations"]
+)
+def test_data_that_other_rows_or_tokens_would_train_is_listed(run_import: Import, entry: str) -> None:
+    """A data set of which axolotl reads something else than the lines' `messages` has no counterpart."""
+    text = f"base_model: base\ndatasets: [{{path: a.jsonl, ds_type: json, {entry}}}]\n"
+    result = run_import("a.yml", text)
+    assert [line.partition(" ")[0] for line in result["unmapped"]] == ["datasets"]  # type: ignore[attr-defined]
+    assert "paths" not in str(result["recipe"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key", "value"),
+    [
+        ("a.yml", "base_model: base\ntrain_on_inputs: true", "tokens.roles.user", 1.0),
+        ("a.yml", "base_model: base\ntrain_on_inputs: false", "tokens.roles", {"assistant": 1.0}),
+        ("a.yml", "model_name_or_path: base\nmax_steps: 9", "tokens.roles.user", 1.0),
+        ("a.yml", "model_name_or_path: base\nassistant_only_loss: true", "tokens.roles", {"assistant": 1.0}),
+        ("a.yml", "base_model: base\nwarmup_steps: 0", "lr", {"use": "learning_rate.cosine", "warmup_steps": 0}),
+        ("a.yml", "base_model: base", "lr.warmup_percent", 3.0),
+        ("a.yml", "model_name_or_path: base\nuse_peft: true", "adapters.lora.dropout", 0.05),
+        ("a.yml", "model_name_or_path: base\nnum_generations: 4", "loss.variant", "dapo"),
+        ("a.yml", "model_name_or_path: base\nnum_generations: 4\nscale_rewards: none", "advantages.scale", "none"),
+        ("a.toml", "optimizer.beta1 = 0.8", "optimizer.betas", [0.8, 0.95]),
+        ("a.toml", 'lr_scheduler.decay_type = "cosine"', "lr.use", "learning_rate.cosine"),
+        ("a.toml", "lr_scheduler.decay_ratio = 0.5", "lr.use", "learning_rate.wsd"),
+    ],
+)
+def test_what_is_learnt_is_as_elsewhere(run_import: Import, name: str, text: str, key: str, value: object) -> None:
+    """Values and defaults that decide which tokens are learnt, and at what rate, are written."""
+    values: Any = run_import(name, text)["values"]
+    for part in key.split("."):
+        values = values[part]
+    assert values == value
 
 
 def test_json_configuration_may_be_indented_by_tabs(tmp_path: Path) -> None:

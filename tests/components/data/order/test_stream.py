@@ -82,14 +82,20 @@ def test_the_row_depends_only_on_the_position(seed: int, count: int, places: lis
 
 def test_weights_are_shares_of_tokens() -> None:
     """
-    A source with quarter-full rows contributes four times as many rows; without weight or rows, it contributes none.
+    A source with quarter-full rows contributes four times as many rows; without weight it contributes none.
     """
     full, quarter = RowSource("full", 0, 10, 160, 3.0), RowSource("quarter", 10, 20, 80, 3.0)
-    shares = convert_token_weights_to_shares(
-        [full, quarter, RowSource("left_out", 30, 5, 80, 0.0), RowSource("empty", 35, 0, 0, 1.0)]
-    )
+    left_out = [RowSource("left_out", 30, 5, 80, 0.0), RowSource("empty", 35, 0, 0, 0.0)]
+    shares = convert_token_weights_to_shares([full, quarter, *left_out])
     assert shares.keys() == {"full", "quarter"}
     assert shares["quarter"] / shares["full"] == pytest.approx(4)
+
+
+def test_a_source_with_a_weight_but_without_rows_is_refused() -> None:
+    """The other sources do not get the share of a source whose files are empty."""
+    sources = [RowSource("full", 0, 10, 160, 1.0), RowSource("empty", 10, 0, 0, 1.0)]
+    with pytest.raises(UserError, match="rows: the source empty has no training text"):
+        convert_token_weights_to_shares(sources)
 
 
 def test_other_shares_continue_each_source() -> None:
