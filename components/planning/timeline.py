@@ -53,8 +53,8 @@ def compute_peak_memory(
         if allocates_gradients:
             has_gradients.add(action.stage)
             gradient_bytes += gradients[action.stage]
-            left = activations - (forward if action.op == "B" else pending)
-            total = max(total, left + gradient_bytes, activations + cost.last_delta + gradient_bytes)
+            late = max(cost.last_delta, -forward) if action.op == "B" else -pending
+            total = max(total, activations + late + gradient_bytes)
         if total > peak:
             peak, peak_action = total, str(action)
             own = cost.kept_bytes if action.op == "F" else {}
