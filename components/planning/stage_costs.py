@@ -90,8 +90,8 @@ class PassCost:
     `seconds` is the time on the device, including `comm_seconds`, waits for collectives. `host` is the host's time to
     issue the pass; `link_seconds` is the time for copies on the link to host memory; `flops` counts matrix
     products. `peak_delta` is the peak of the live bytes, and `net_delta` their number at the end, which is negative if
-    the pass frees more than it allocates; `last_delta` is B's peak in its last block, the stage's first one, without the
-    block's own gradients. All three are relative to the start.
+    the pass frees more than it allocates; `last_delta` is B's peak in its last block, the stage's first one, without
+    that block's gradients. All three are relative to the start.
     `kept_bytes` are the bytes alive at the end, by label, and `work` divides `seconds` by kind of operation.
     """
 
