@@ -129,8 +129,14 @@ def import_config(config: Settings, framework: str, base: str | None, ranks: int
     tables = read_foreign_names()
     names, defaults = tables[framework], tables["defaults"][framework]
     imported = Imported(framework, [base or _choose_base(config, framework)])
+    is_policy = imported.extends[0] == "grpo"
+    if not is_policy:  # the key has other values for other trainers
+        names = {key: target for key, target in names.items() if key != "loss_type"}
+    elif framework == "axolotl":  # its table has TRL's keys
+        names, config = {**tables["trl"], **names}, {**config, **config.get("trl", {})}
+        config.pop("trl", None)
     lengths = [value for key, value in config.items() if names.get(key, "").startswith("trainer.")]
-    by_recipe = tables["recipes"].get(imported.extends[0], {}) if framework == "trl" else {}
+    by_recipe = tables["recipes"].get(imported.extends[0], {}) if framework == "trl" or is_policy else {}
     given = {**defaults, **by_recipe, **config}
     for key, value in given.items():
         target, is_default = names.get(key), key not in config
@@ -139,7 +145,7 @@ def import_config(config: Settings, framework: str, base: str | None, ranks: int
         if value is not None:
             _import_key(imported, key, value, target, f"default of {key}" if is_default else key)
     _set_batch_sizes(imported, given, names, ranks)
-    for complete in (_complete_training, _complete_rows, _complete_from_torchtitan, _choose_overlays):
+    for complete in (_complete_training, _complete_rows, _complete_policy, _complete_from_torchtitan, _choose_overlays):
         complete(imported, given)
     return imported
 
@@ -176,7 +182,7 @@ def _choose_base(config: Settings, framework: str) -> str:
     if framework == "torchtitan":
         flavor = f"{config.get('model.name')}/{config.get('model.flavor')}".lower()
         return str(read_foreign_names()["flavors"].get(flavor, "pretrain_tokenized"))
-    if "num_generations" in config:
+    if config.keys() & {"num_generations", "reward_funcs", "scale_rewards"}:
         return "grpo"
     kind = str(config.get("rl") or ("dpo" if "beta" in config else "chat"))
     return kind if kind in ("dpo", "kto", "grpo") else "dpo" if kind in ("ipo", "orpo", "simpo") else "chat"
@@ -219,6 +225,8 @@ CONVERSIONS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], Any]] = {
     "mesh.*": lambda key, value, values: None if value in (-1, 1) else value,
     "adapters.lora": lambda key, value, values: None,  # the base has it, or the overlay for all weights removes it
     "adapters.lora.targets": lambda key, value, values: [value] if isinstance(value, str) else value,
+    "loss.variant": lambda key, value, values: None,  # the choices are all
+    "advantages.*": lambda key, value, values: None,
     "*.every": lambda key, value, values: value if isinstance(value, int) and value > 0 else None,
     "run.name": lambda key, value, values: str(value),
     "vars.base": lambda key, value, values: str(value),
@@ -273,6 +281,21 @@ def _complete_rows(imported: Imported, config: Settings) -> None:
         imported.set_value("vars.length", config["max_prompt_length"], "max_prompt_length")
 
 
+def _complete_policy(imported: Imported, config: Settings) -> None:
+    """Write both ends of GRPO's clip, the reference for its divergence, and its adapter."""
+    if imported.extends[0] != "grpo":
+        return
+    adapter, values = config.get("adapter") or config.get("use_peft"), {"loss.clip_high": config.get("epsilon")}
+    if adapter:
+        lora = {"use": "adapters.lora", "targets": ["*_proj"], "rank": 16, "alpha": 32.0}
+        values |= {f"adapters.lora.{key}": value for key, value in lora.items()} | {"stages.adapters": ["@adapters.*"]}
+    if imported.values.get("loss.beta"):
+        values["loss.reference"] = "adapters" if adapter else "model"
+    for key, value in values.items():
+        if key not in imported.values:
+            imported.set_value(key, value, "")
+
+
 def _complete_from_torchtitan(imported: Imported, config: Settings) -> None:
     """Leave out checkpoints and evaluations that are turned off; the schedule follows from its settings."""
     for key, foreign in (("checkpoint", "checkpoint"), ("evaluate", "validation")):
@@ -288,6 +311,7 @@ def _choose_overlays(imported: Imported, config: Settings) -> None:
     adapter = config.get("adapter") or config.get("use_peft")
     if adapter == "qlora":
         imported.extends.append("with_nf4")
-    if not adapter and imported.extends[0] in WITH_TOKENS:
+    has_reference = imported.values.get("loss.reference") == "model"
+    if not adapter and (imported.extends[0] in WITH_TOKENS or has_reference):
         needs_reference = imported.extends[0] != "chat" and imported.values.get("loss.use") not in REFERENCE_FREE
         imported.extends.append("with_all_weights_and_reference" if needs_reference else "with_all_weights")

@@ -170,7 +170,43 @@ def test_rows_of_grpo_are_prompts(run_import: Import) -> None:
     assert result["unmapped"] == ["optim = 'lion_8bit'", "report_to = 'comet_ml'"]
     assert values["extends"] == "grpo" and values["vars"] == {"base": "base", "length": 512}
     assert values["batch"] == {"micro_size": 1, "global_size": 6} and values["rollout"] == {"group_size": 8}
-    assert values["rollouts"] == {"max_tokens": 256} and values["optimizer"]["lr"] == 1e-6  # TRL's defaults
+    assert values["rollouts"] == {"max_tokens": 512} and values["optimizer"]["lr"] == 1e-6  # TRL's defaults
+
+
+@pytest.mark.parametrize(
+    ("config", "loss", "advantages", "unmapped"),
+    [
+        ("reward_funcs: null", {"variant": "dapo", "clip_low": 0.2, "clip_high": 0.2}, {"scale": "std"}, []),
+        (
+            "num_generations: 4\nloss_type: bnpo\nepsilon: 0.1\nepsilon_high: 0.3\nscale_rewards: false\nbeta: 0.04\n"
+            "mask_truncated_completions: true",
+            {"variant": "dapo", "clip_low": 0.1, "clip_high": 0.3, "beta": 0.04, "reference": "model"},
+            {"scale": "none", "truncated": "drop"},
+            [],
+        ),
+        (
+            "num_generations: 4\nloss_type: sapo\nscale_rewards: batch\nuse_peft: true\nbeta: 0.1",
+            {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.1, "reference": "adapters"},
+            {},
+            ["loss_type = 'sapo'", "scale_rewards = 'batch'"],
+        ),
+    ],
+)
+def test_the_loss_of_grpo_is_the_configurations(
+    run_import: Import, base: Path, tmp_path: Path, config: str, loss: object, advantages: object, unmapped: object
+) -> None:
+    """The recipe has TRL's variant, clip, scale and adapter, or names what it lacks, and it has no problem."""
+    result = run_import("mine.yaml", f"model_name_or_path: {base}\nper_device_train_batch_size: 8\n{config}")
+    values = result["values"]
+    assert isinstance(values, dict) and result["unmapped"] == unmapped
+    assert values["loss"] == loss and values.get("advantages", {}) == advantages
+    assert ("adapters" in values) is ("use_peft" in config)
+    (tmp_path / "mine.toml").write_text(str(result["recipe"]), "utf-8")
+    Recipe.load(str(tmp_path / "mine.toml"), "examples.use=data.sums").check()
+    nested = "\n".join(f"  {line}" for line in config.splitlines() if "use_peft" not in line)
+    other = run_import("mine.yml", f"base_model: {base}\nrl: grpo\nmicro_batch_size: 8\ntrl:\n{nested}")
+    assert other["unmapped"] == unmapped and isinstance(other["values"], dict)
+    assert other["values"]["loss"]["clip_high"] == values["loss"]["clip_high"]
 
 
 @pytest.mark.parametrize(
