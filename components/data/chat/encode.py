@@ -188,6 +188,15 @@ def encode_prompt_and_completion(tokenizer: ChatTokenizer, prompt: str, completi
     return Encoded(ids, weights, not np.array_equal(tokenizer.encode(prompt + completion), text_ids))
 
 
+def join_prompt_and_answer(prompt: Sequence[Any], answer: Sequence[Any]) -> list[Any]:
+    """Return all messages. Raises ValueError for a bad message, or an answer that repeats the prompt."""
+    if prompt and answer[: len(prompt)] == prompt:
+        raise ValueError("an answer begins with the prompt, which would be there twice; leave one of them out")
+    messages = [*prompt, *answer]
+    check_messages(messages)
+    return messages
+
+
 def encode_prompt_with_answers(
     tokenizer: ChatTokenizer,
     template: ChatTemplate,
@@ -207,8 +216,8 @@ def encode_prompt_with_answers(
     if not all(isinstance(part, list) for part in parts):
         raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {forms}")
     documents = []
-    for messages in ([*prompt, *answer] for answer in answers):
-        check_messages(messages)
+    for answer in answers:
+        messages = join_prompt_and_answer(prompt, answer)
         weights = [float(n >= len(prompt) and turn["role"] == "assistant") for n, turn in enumerate(messages)]
         documents.append(encode_conversation(tokenizer, template, messages, weights, row.get("tools")))
     return documents
