@@ -137,7 +137,8 @@ def import_config(config: Settings, framework: str, base: str | None, ranks: int
         config.pop("trl", None)
     lengths = [value for key, value in config.items() if names.get(key, "").startswith("trainer.")]
     by_recipe = tables["recipes"].get(imported.extends[0], {}) if framework == "trl" or is_policy else {}
-    given = {**defaults, **by_recipe, **config}
+    by_adapter = tables["recipes"]["lora"] if config.get("use_peft") else {}
+    given = {**defaults, **by_recipe, **by_adapter, **config}
     for key, value in given.items():
         target, is_default = names.get(key), key not in config
         if is_default and str(target).startswith("trainer.") and any(length not in (None, -1) for length in lengths):

@@ -227,6 +227,14 @@ def test_defaults_of_trl_are_written(
     assert ("padded" in str(values.get("packing"))) is (values["extends"][0] == "chat")
 
 
+def test_defaults_of_adapters_are_written(run_import: Import) -> None:
+    """An adapter of TRL has PEFT's targets and TRL's dropout, and a configuration without one has neither."""
+    values = run_import("a.yaml", "model_name_or_path: base\nuse_peft: true\nlora_r: 8")["values"]
+    assert isinstance(values, dict)
+    assert values["adapters"]["lora"] == {"rank": 8, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
+    assert "adapters" not in str(run_import("b.yaml", "model_name_or_path: base\nnum_train_epochs: 1")["values"])
+
+
 def test_defaults_of_axolotl_are_written(run_import: Import) -> None:
     """Without a value of its own a configuration holds nothing out, and packs no rows."""
     values = run_import("a.yaml", "base_model: base\nlearning_rate: 1e-4")["values"]
