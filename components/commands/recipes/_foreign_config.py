@@ -228,6 +228,7 @@ CONVERSIONS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], Any]] = {
     "adapters.lora.targets": lambda key, value, values: [value] if isinstance(value, str) else value,
     "loss.variant": lambda key, value, values: None,  # the choices are all
     "advantages.*": lambda key, value, values: None,
+    "tokens.roles": lambda key, value, values: None,
     "*.every": lambda key, value, values: value if isinstance(value, int) and value > 0 else None,
     "run.name": lambda key, value, values: str(value),
     "vars.base": lambda key, value, values: str(value),
@@ -273,7 +274,13 @@ def _complete_training(imported: Imported, config: Settings) -> None:
 
 
 def _complete_rows(imported: Imported, config: Settings) -> None:
-    """Give padded rows and prompts their length; pairs and prompts have a packing of their own."""
+    """
+    Name a data set's options, and give padded rows and prompts their length; pairs and prompts have their own packing.
+    """
+    for entry in config.get("datasets", ()) if "tokens.paths" in imported.values else ():
+        options = entry.items() if isinstance(entry, dict) else ()
+        others = [(key, value) for key, value in options if key != "path" and value != "chat_template"]
+        imported.unmapped += [f"datasets.{key} = {value!r}" for key, value in others]
     if imported.extends[0] not in ("chat", "pretrain_tokenized"):
         imported.values.pop("packing.use", None)
     if imported.values.get("packing.use") == "data.packing.padded":

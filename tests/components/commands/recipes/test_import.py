@@ -235,6 +235,17 @@ def test_defaults_of_adapters_are_written(run_import: Import) -> None:
     assert "adapters" not in str(run_import("b.yaml", "model_name_or_path: base\nnum_train_epochs: 1")["values"])
 
 
+def test_what_is_trained_is_not_changed_silently(run_import: Import) -> None:
+    """Trained inputs are roles, other options of data sets are listed, a bare `no` of YAML turns checkpoints off."""
+    data = "datasets:\n  - {path: a.jsonl, type: chat_template, roles_to_train: [tool], message_field_role: from}"
+    result = run_import("a.yml", f"base_model: base\ntrain_on_inputs: true\n{data}")
+    assert isinstance(result["values"], dict) and result["values"]["tokens"]["roles"].keys() > {"user", "assistant"}
+    assert result["unmapped"] == ["datasets.roles_to_train = ['tool']", "datasets.message_field_role = 'from'"]
+    result = run_import("b.yaml", "model_name_or_path: base\nsave_strategy: no")
+    assert isinstance(result["values"], dict) and result["values"]["checkpoint"] == {"every": "never"}
+    assert "# not needed: assistant_only_loss: only answers are trained" in str(result["recipe"])
+
+
 def test_defaults_of_axolotl_are_written(run_import: Import) -> None:
     """Without a value of its own a configuration holds nothing out, and packs no rows."""
     values = run_import("a.yaml", "base_model: base\nlearning_rate: 1e-4")["values"]
