@@ -30,7 +30,7 @@ class TemplatePrompts(PromptRenderer):
         for other in node.nodes.values():
             if "template" in other.settings and (file := other.settings["template"]) != node.settings["template"]:
                 text = f"[{other.name}] has another template, so prompts differ from the trained conversations"
-                yield node.warning("template", text, f'write template = "{file}"' if file else "leave it out")
+                yield node.warning("template", text, f"write the same in both: {file}")
 
     def encode_messages_as_prompt(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -13,7 +13,7 @@ from drawloom.components.frozen_weights.layers import find_storable_weights, set
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.master_weights import choose_layer_dtype
-from drawloom.components.parallel.tensor_ranks import compute_first_rank_slice
+from drawloom.components.parallel.tensor_ranks import compute_first_rank_slice, describe_cut_block
 from drawloom.kernels.weight_formats.eager import FORMATS, FORMATS_IN_WORDS, FormatName, WeightFormat
 from drawloom.ports import NamePatterns, Precision, RankSlice, StageFeature, StageNodes, TensorSlice, WrappingOrder
 
@@ -135,10 +135,7 @@ def describe_block_fault(weight_format: WeightFormat, weight_slice: TensorSlice 
     name, block = weight_format.name, weight_format.block
     if weight_slice is None or weight_slice.size[-1] == weight_slice.shape[-1]:
         return f"has {shape[-1]} columns, and {name} has blocks of {block}" if shape[-1] % block else ""
-    first, size = weight_slice.offsets[-1], weight_slice.size[-1]
-    if first % block or size % block:
-        return f"has columns {first} to {first + size} on one rank along tensor, and {name} has blocks of {block}"
-    return ""
+    return describe_cut_block(weight_slice, f"{name} has", block)
 
 
 def _format_remedy(name: str) -> str:

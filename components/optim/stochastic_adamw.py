@@ -16,7 +16,7 @@ from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault, warn_unmatched_patterns
 from drawloom.components.optim.streamed_states import Slots, StreamedStep, allocate_state_in_host_memory
 from drawloom.components.optim.torch_groups import create_param_groups
-from drawloom.components.parallel.tensor_ranks import compute_first_rank_slice
+from drawloom.components.parallel.tensor_ranks import compute_first_rank_slice, describe_cut_block
 from drawloom.kernels.adamw.eager import (
     ALL,
     BLOCK,
@@ -139,10 +139,10 @@ class StochasticAdamW(HostStates):
         # Adapters change the trained parameters when the run starts.
         if node.settings["state_dtype"] == "uint8" and model and mesh and stages and not stages.neighbours("adapters"):
             module, ranks = build_meta_module_if_known(model), mesh.settings.get("tensor", 1)
-            for name, _ in () if module is None else module.named_parameters():
+            for name, parameter in () if module is None else module.named_parameters():
                 path, _, leaf = name.rpartition(".")
                 part = compute_first_rank_slice(module.get_submodule(path), leaf, ranks)
-                if fault := find_cut_block(part):
+                if parameter.ndim > 1 and (fault := describe_cut_block(part, OWNER, BLOCK)):
                     yield node.problem("state_dtype", f"{name} {fault}", REMEDY)
                     return
 
@@ -353,17 +353,8 @@ class StochasticAdamW(HostStates):
         return AdamwTriton
 
 
+OWNER = "means of 8 bits have"
 REMEDY = "write state_dtype = 'bfloat16', or another mesh.tensor"
-
-
-def find_cut_block(part: TensorSlice | None) -> str:
-    """Return why a matrix's slice can't have means of 8 bits, as the end of a sentence, or ""."""
-    if part is None or len(part.size) == 1:
-        return ""
-    first, size = part.offsets[-1], part.size[-1]
-    if first % BLOCK or (size % BLOCK and first + size != part.shape[-1]):
-        return f"has columns {first} to {first + size} on one rank, and means of 8 bits have blocks of {BLOCK}"
-    return ""
 
 
 def compute_scales_slice(name: str, part: TensorSlice | None) -> TensorSlice | None:
@@ -372,7 +363,7 @@ def compute_scales_slice(name: str, part: TensorSlice | None) -> TensorSlice | N
     """
     if part is None:
         return None
-    if fault := find_cut_block(part):
+    if fault := describe_cut_block(part, OWNER, BLOCK):
         raise UserError(f"optim.stochastic_adamw: {name} {fault}; {REMEDY}", 2)
     return TensorSlice(
         compute_scales_shape(part.shape),

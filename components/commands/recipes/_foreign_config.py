@@ -130,11 +130,12 @@ def import_config(config: Settings, framework: str, base: str | None, ranks: int
     names, defaults = tables[framework], tables["defaults"][framework]
     imported = Imported(framework, [base or _choose_base(config, framework)])
     is_policy = imported.extends[0] == "grpo"
-    if not is_policy:  # the key has other values for other trainers
-        names = {key: target for key, target in names.items() if key != "loss_type"}
-    elif framework == "axolotl":  # its table has TRL's keys
+    if is_policy and framework == "axolotl":  # its table has TRL's keys
         names, config = {**tables["trl"], **names}, {**config, **config.get("trl", {})}
         config.pop("trl", None)
+    # Recipes of policies have no adapter, and the variants of other losses are other ones.
+    other = "adapters." if is_policy else "loss.variant"
+    names = {key: target for key, target in names.items() if not target.startswith(other)}
     lengths = [value for key, value in config.items() if names.get(key, "").startswith("trainer.")]
     by_recipe = tables["recipes"].get(imported.extends[0], {}) if framework == "trl" or is_policy else {}
     by_adapter = tables["recipes"]["lora"] if config.get("use_peft") else {}
@@ -146,7 +147,7 @@ def import_config(config: Settings, framework: str, base: str | None, ranks: int
         if value is not None:
             _import_key(imported, key, value, target, f"default of {key}" if is_default else key)
     _set_batch_sizes(imported, given, names, ranks)
-    for complete in (_complete_training, _complete_rows, _complete_policy, _complete_from_torchtitan, _choose_overlays):
+    for complete in (_complete_training, _complete_rows, _complete_from_torchtitan, _choose_overlays):
         complete(imported, given)
     return imported
 
@@ -285,23 +286,11 @@ def _complete_rows(imported: Imported, config: Settings) -> None:
         imported.values.pop("packing.use", None)
     if imported.values.get("packing.use") == "data.packing.padded":
         imported.set_value("packing.length", "$vars.length", "")
-    if imported.extends[0] == "grpo" and config.get("max_prompt_length"):
-        imported.set_value("vars.length", config["max_prompt_length"], "max_prompt_length")
-
-
-def _complete_policy(imported: Imported, config: Settings) -> None:
-    """Write both ends of GRPO's clip, the reference for its divergence, and its adapter."""
-    if imported.extends[0] != "grpo":
-        return
-    adapter, values = config.get("adapter") or config.get("use_peft"), {"loss.clip_high": config.get("epsilon")}
-    if adapter:
-        lora = {"use": "adapters.lora", "targets": ["*_proj"], "rank": 16, "alpha": 32.0}
-        values |= {f"adapters.lora.{key}": value for key, value in lora.items()} | {"stages.adapters": ["@adapters.*"]}
-    if imported.values.get("loss.beta"):
-        values["loss.reference"] = "adapters" if adapter else "model"
-    for key, value in values.items():
-        if key not in imported.values:
-            imported.set_value(key, value, "")
+    if imported.extends[0] == "grpo":
+        if config.get("max_prompt_length"):
+            imported.set_value("vars.length", config["max_prompt_length"], "max_prompt_length")
+        if "loss.clip_high" not in imported.values:
+            imported.set_value("loss.clip_high", config["epsilon"], "epsilon")
 
 
 def _complete_from_torchtitan(imported: Imported, config: Settings) -> None:
@@ -319,7 +308,6 @@ def _choose_overlays(imported: Imported, config: Settings) -> None:
     adapter = config.get("adapter") or config.get("use_peft")
     if adapter == "qlora":
         imported.extends.append("with_nf4")
-    has_reference = imported.values.get("loss.reference") == "model"
-    if not adapter and (imported.extends[0] in WITH_TOKENS or has_reference):
+    if not adapter and imported.extends[0] in WITH_TOKENS:
         needs_reference = imported.extends[0] != "chat" and imported.values.get("loss.use") not in REFERENCE_FREE
         imported.extends.append("with_all_weights_and_reference" if needs_reference else "with_all_weights")

@@ -178,15 +178,15 @@ def test_rows_of_grpo_are_prompts(run_import: Import) -> None:
     [
         ("reward_funcs: null", {"variant": "dapo", "clip_low": 0.2, "clip_high": 0.2}, {"scale": "std"}, []),
         (
-            "num_generations: 4\nloss_type: bnpo\nepsilon: 0.1\nepsilon_high: 0.3\nscale_rewards: false\nbeta: 0.04\n"
+            "num_generations: 4\nloss_type: bnpo\nepsilon: 0.1\nepsilon_high: 0.3\nscale_rewards: false\n"
             "mask_truncated_completions: true",
-            {"variant": "dapo", "clip_low": 0.1, "clip_high": 0.3, "beta": 0.04, "reference": "model"},
+            {"variant": "dapo", "clip_low": 0.1, "clip_high": 0.3},
             {"scale": "none", "truncated": "drop"},
             [],
         ),
         (
-            "num_generations: 4\nloss_type: sapo\nscale_rewards: batch\nuse_peft: true\nbeta: 0.1",
-            {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.1, "reference": "adapters"},
+            "num_generations: 4\nloss_type: sapo\nscale_rewards: batch",
+            {"clip_low": 0.2, "clip_high": 0.2},
             {},
             ["loss_type = 'sapo'", "scale_rewards = 'batch'"],
         ),
@@ -195,15 +195,14 @@ def test_rows_of_grpo_are_prompts(run_import: Import) -> None:
 def test_the_loss_of_grpo_is_the_configurations(
     run_import: Import, base: Path, tmp_path: Path, config: str, loss: object, advantages: object, unmapped: object
 ) -> None:
-    """The recipe has TRL's variant, clip, scale and adapter, or names what it lacks, and it has no problem."""
+    """The recipe has TRL's variant, clip and scale, or names what it lacks, and it has no problem."""
     result = run_import("mine.yaml", f"model_name_or_path: {base}\nper_device_train_batch_size: 8\n{config}")
     values = result["values"]
     assert isinstance(values, dict) and result["unmapped"] == unmapped
     assert values["loss"] == loss and values.get("advantages", {}) == advantages
-    assert ("adapters" in values) is ("use_peft" in config)
     (tmp_path / "mine.toml").write_text(str(result["recipe"]), "utf-8")
     Recipe.load(str(tmp_path / "mine.toml"), "examples.use=data.sums").check()
-    nested = "\n".join(f"  {line}" for line in config.splitlines() if "use_peft" not in line)
+    nested = "\n".join(f"  {line}" for line in config.splitlines())
     other = run_import("mine.yml", f"base_model: {base}\nrl: grpo\nmicro_batch_size: 8\ntrl:\n{nested}")
     assert other["unmapped"] == unmapped and isinstance(other["values"], dict)
     assert other["values"]["loss"]["clip_high"] == values["loss"]["clip_high"]
@@ -233,6 +232,8 @@ def test_defaults_of_adapters_are_written(run_import: Import) -> None:
     assert isinstance(values, dict)
     assert values["adapters"]["lora"] == {"rank": 8, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
     assert "adapters" not in str(run_import("b.yaml", "model_name_or_path: base\nnum_train_epochs: 1")["values"])
+    policy = run_import("c.yaml", "model_name_or_path: base\nuse_peft: true\nnum_generations: 8")
+    assert "use_peft = True" in str(policy["unmapped"]) and "adapters" not in str(policy["values"])
 
 
 def test_what_is_trained_is_not_changed_silently(run_import: Import) -> None:
