@@ -1,11 +1,11 @@
 """Encoder from conversations to prompts, by a chat template."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from drawloom import NodeView, Problem, UserError, component, setting
+from drawloom import UserError, component, setting
 from drawloom.components.data.chat.encode import encode_message_alone, encode_prompt_messages
 from drawloom.components.data.chat.prompt_renderer import PromptRenderer
 from drawloom.components.data.chat.template import RenderError
@@ -23,14 +23,6 @@ class TemplatePrompts(PromptRenderer):
     """
 
     system: str | None = setting("system prompt, the first message of every conversation", default=None)
-
-    @classmethod
-    def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Warn if conversations to train have another template."""
-        for other in node.nodes.values():
-            if "template" in other.settings and (file := other.settings["template"]) != node.settings["template"]:
-                text = f"[{other.name}] has another template, so prompts differ from the trained conversations"
-                yield node.warning("template", text, f"write the same in both: {file}")
 
     def encode_messages_as_prompt(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]

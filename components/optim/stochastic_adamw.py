@@ -16,7 +16,7 @@ from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault, warn_unmatched_patterns
 from drawloom.components.optim.streamed_states import Slots, StreamedStep, allocate_state_in_host_memory
 from drawloom.components.optim.torch_groups import create_param_groups
-from drawloom.components.parallel.tensor_ranks import compute_first_rank_slice, describe_cut_block
+from drawloom.components.parallel.cut_blocks import compute_first_rank_slice, describe_cut_block
 from drawloom.kernels.adamw.eager import (
     ALL,
     BLOCK,

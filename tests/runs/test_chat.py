@@ -76,14 +76,14 @@ def test_exports_have_the_template_and_ends_of_the_conversations(
     """
     A run with a template of its own exports this one, not the base's, as `drawloom export` does without the data.
 
-    A check warns of samples by the base's, and a conversation with the run ends as one with the export.
+    A conversation with the run has the answers of one with the export.
     """
     text = CHATML.replace("message.role", "message.role | upper").replace(">assistant", ">ASSISTANT")
     (lab / "own.jinja").write_text(text.replace("<|im_end|>", "<|eot|>"), "utf-8")
     (lab / "gone.jsonl").write_text((lab / "mine.jsonl").read_text("utf-8"), "utf-8")
     words = ("run.name=own", "vars.base=base", "vars.length=64", 'tokens.paths=["gone.jsonl"]', "trainer.steps=1")
     (outcome,) = drawloom(lab, "run", "sft.toml", *words, "tokens.template=own.jinja")
-    assert outcome.code == 0 and "[tokens] has another template" in outcome.text, outcome.text
+    assert outcome.code == 0, outcome.text
     for name in ("own.jinja", "gone.jsonl"):
         (lab / name).rename(lab / f"{name}.moved")
     (outcome,) = drawloom(lab, "export", "runs/own", "--to", "later")
