@@ -12,8 +12,8 @@ from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.frozen_weights.layers import find_storable_weights, set_format
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import Linear
-from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.cut_blocks import compute_first_rank_slice, describe_cut_block
+from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.kernels.weight_formats.eager import FORMATS, FORMATS_IN_WORDS, FormatName, WeightFormat
 from drawloom.ports import NamePatterns, Precision, RankSlice, StageFeature, StageNodes, TensorSlice, WrappingOrder
 

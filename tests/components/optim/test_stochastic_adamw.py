@@ -262,7 +262,7 @@ def test_columns_that_cut_a_block_of_8_bits_are_refused() -> None:
         (("optimizer.split_master_weights=true", "precision.parameter=float32"), "weights in float32 are not split"),
         (
             ("optimizer.state_dtype=uint8", "mesh.tensor=2", "model.intermediate_size=1024"),
-            "o_proj.weight has columns 0 to 96 on one rank, and means of 8 bits have blocks of 256",
+            "o_proj.weight has columns 0 to 96 on one rank along tensor, and means of 8 bits have blocks of 256",
         ),
     ],
 )
