@@ -200,39 +200,31 @@ def _convert_value(own: str, key: str, value: Any, values: Mapping[str, Any]) ->
     """Return a setting's value, given the values before it, or None if there is none to write."""
     if key.endswith("_per_epoch"):
         return {"epochs": 1 / value} if value else "never"
-    if (part := read_foreign_names()["choices"].get(own, {}).get(str(value).lower())) is not None:
-        return part
+    if own == "optimizer.betas":
+        first, second = values.get(own, [0.9, 0.999])
+        return [first, value] if key.endswith("2") else [value, second]
+    choices = read_foreign_names()["choices"].get(own, {})
+    if (part := choices.get(str(value).lower(), choices.get("other"))) is not None:
+        return part or None
     convert = next((convert for pattern, convert in CONVERSIONS.items() if fnmatchcase(own, pattern)), None)
     if convert is not None:
-        return convert(key, value, values)
+        return convert(value)
     return None if value == -1 else value
 
 
-def _convert_beta(key: str, value: Any, values: Mapping[str, Any]) -> list[Any]:
-    first, second = values.get("optimizer.betas", [0.9, 0.999])
-    return [first, value] if key.endswith("2") else [value, second]
-
-
-def _convert_data_files(_key: str, value: Any, _values: Mapping[str, Any]) -> list[Any] | None:
+def _convert_data_files(value: Any) -> list[Any] | None:
     paths = [entry.get("path") if isinstance(entry, dict) else entry for entry in value]
     return paths if all(str(path).endswith(DATA_FILES) for path in paths) else None
 
 
-CONVERSIONS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], Any]] = {
-    "optimizer.betas": _convert_beta,
+CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "tokens.paths": _convert_data_files,
-    "loss.use": lambda key, value, values: f"loss.{value}",
-    "*.use": lambda key, value, values: find_own_component(str(value)),
-    "mesh.data_shard": lambda key, value, values: {-1: "auto", 1: None}.get(value, value),
-    "mesh.*": lambda key, value, values: None if value in (-1, 1) else value,
-    "adapters.lora": lambda key, value, values: None,  # the base has it, or the overlay for all weights removes it
-    "adapters.lora.targets": lambda key, value, values: [value] if isinstance(value, str) else value,
-    "loss.variant": lambda key, value, values: None,  # the choices are all
-    "advantages.*": lambda key, value, values: None,
-    "tokens.roles": lambda key, value, values: None,
-    "*.every": lambda key, value, values: value if isinstance(value, int) and value > 0 else None,
-    "run.name": lambda key, value, values: str(value),
-    "vars.base": lambda key, value, values: str(value),
+    "*.use": lambda value: find_own_component(str(value)),
+    "mesh.*": lambda value: None if value in (-1, 1) else value,
+    "adapters.lora.targets": lambda value: [value] if isinstance(value, str) else value,
+    "*.every": lambda value: value if isinstance(value, int) and value > 0 else None,
+    "run.name": str,
+    "vars.base": str,
 }
 """Conversions of values, by patterns of settings; the first match counts. Other values are copied."""
 
