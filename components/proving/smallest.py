@@ -53,7 +53,7 @@ from drawloom.ports import (
 )
 
 VALUES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("smallest.toml").read_text("utf-8"))
-SIZES, FLOAT64, DENSE, BASE_VALUES = (VALUES[name] for name in ("sizes", "float64", "dense", "base"))
+SIZES, NARROW, FLOAT64, DENSE, BASE_VALUES = map(VALUES.__getitem__, ("sizes", "narrow", "float64", "dense", "base"))
 EXPERTS = DENSE | VALUES["experts"]
 BASE_VALUES["model"] = EXPERTS
 CONFIG = {name: value for name, value in DENSE.items() if name != "use"} | VALUES["config"]
