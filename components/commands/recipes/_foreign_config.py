@@ -270,10 +270,10 @@ def _complete_rows(imported: Imported, config: Settings) -> None:
     """
     Name a data set's options, and give padded rows and prompts their length; pairs and prompts have their own packing.
     """
-    for entry in config.get("datasets", ()) if "tokens.paths" in imported.values else ():
-        options = entry.items() if isinstance(entry, dict) else ()
-        others = [(key, value) for key, value in options if key != "path" and value != "chat_template"]
-        imported.unmapped += [f"datasets.{key} = {value!r}" for key, value in others]
+    sets = config.get("datasets", ()) if "tokens.paths" in imported.values else ()
+    options = [option for entry in sets if isinstance(entry, dict) for option in entry.items()]
+    others = [(key, value) for key, value in options if key != "path" and value != "chat_template"]
+    imported.unmapped += [f"datasets.{key} = {value!r}" for key, value in others]
     if imported.extends[0] not in ("chat", "pretrain_tokenized"):
         imported.values.pop("packing.use", None)
     if imported.values.get("packing.use") == "data.packing.padded":
