@@ -13,7 +13,8 @@ GROUPED = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?"
 NUMBER = rf"[-+]?\s*(?:\\[dt]?frac\{{[-+]?\d+\}}\{{\d+\}}|(?:{GROUPED}|{DECIMAL})(?:[eE][-+]?\d{{1,3}}|\s*/\s*\d+)?)"
 PARTS = re.compile(r"(?P<sign>[-+]?)\s*(?:\\[dt]?frac\{(?P<top>[-+]?\d+)\}\{(?P<bottom>\d+)\}|(?P<plain>.+))")
 BOXED = r"\boxed{"
-EXPRESSION = re.compile(r"\d|\^(?!\{?\\circ)|\\(?!text\b|circ\b|[%$!,; ])")
+UNITS = r"(?:text\w*|math(?:rm|bf|it)|mbox|rm|q?quad|circ|degree|approx|left|right|displaystyle)\b|[%$!,; ]"
+EXPRESSION = re.compile(rf"\d|\^(?!\{{?\\circ)|\\(?!{UNITS})")
 """What makes a number in LaTeX a part of an expression, beside units and spaces."""
 
 MAX_DIGITS = 400
