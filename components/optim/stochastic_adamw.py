@@ -138,8 +138,8 @@ class StochasticAdamW(HostStates):
         model, mesh = stages and stages.neighbour("model"), node.neighbour("mesh")
         # Adapters change the trained parameters when the run starts.
         if node.settings["state_dtype"] == "uint8" and model and mesh and stages and not stages.neighbours("adapters"):
-            module, ranks = build_meta_module_if_known(model), mesh.settings.get("tensor", 1)
-            for name, parameter in () if module is None else module.named_parameters():
+            module, ranks = build_meta_module_if_known(model) or nn.Module(), mesh.settings.get("tensor", 1)
+            for name, parameter in module.named_parameters():
                 path, _, leaf = name.rpartition(".")
                 part = compute_first_rank_slice(module.get_submodule(path), leaf, ranks)
                 if parameter.ndim > 1 and (fault := describe_cut_block(part, OWNER, BLOCK)):

@@ -3,6 +3,7 @@
 from contextlib import closing
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from drawloom import UserError
 from drawloom.components.commands._trained import (
@@ -37,15 +38,12 @@ class ExportCommand(CheckpointCommand):
 
     def run(self, project: Project) -> ExportResult:
         with self.open_run(project, LanguageModel, Stages, Loss, every=(Tokenizer,)) as run:
-            model, tokenizer = run.nodes.get(LanguageModel), get_if_any(run.nodes, Tokenizer)
+            model = run.nodes.get(LanguageModel)
+            tokenizer: Any = get_if_any(run.nodes, Tokenizer)
             if isinstance(model, ModelWithoutExport):
                 raise UserError(f"{run.folder} can't be exported: transformers has no class for its model", exit_code=2)
             # In place of corpora, whose files may be gone.
-            prompts = TemplatePrompts(
-                tokenizer=tokenizer,
-                template=find_chat_template(run.nodes),
-                date=date.today(),  # type: ignore[arg-type]
-            )
+            prompts = TemplatePrompts(tokenizer=tokenizer, template=find_chat_template(run.nodes), date=date.today())
             with closing(prompts):
                 write_hugging_face_folder(
                     self.to,

@@ -272,8 +272,9 @@ def _complete_rows(imported: Imported, config: Settings) -> None:
     """
     sets = config.get("datasets", ()) if "tokens.paths" in imported.values else ()
     options = [option for entry in sets if isinstance(entry, dict) for option in entry.items()]
-    others = [(key, value) for key, value in options if key != "path" and value != "chat_template"]
-    imported.unmapped += [f"datasets.{key} = {value!r}" for key, value in others]
+    imported.unmapped += [
+        f"datasets.{key} = {value!r}" for key, value in options if key != "path" and value != "chat_template"
+    ]
     if imported.extends[0] not in ("chat", "pretrain_tokenized"):
         imported.values.pop("packing.use", None)
     if imported.values.get("packing.use") == "data.packing.padded":
