@@ -282,6 +282,11 @@ def find_base_folder_of_run(run_folder: Path) -> Path | None:
     return None
 
 
+def find_chat_template(nodes: Container) -> Path | None:
+    """Return the recipe's file with a chat template; None for the tokenizer's."""
+    return next(filter(None, (node.settings.get("template") for node in nodes.graph.nodes.values())), None)
+
+
 T = TypeVar("T")
 
 

@@ -1,6 +1,7 @@
 """Contracts for pipeline ports: schedules, losses and executors."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,16 +100,16 @@ def _stages_and_microbatches_of(program: Program, op: int) -> list[tuple[int, in
     return sorted(zip(program.stage[selected].tolist(), program.microbatch[selected].tolist(), strict=True))
 
 
-WIDTH, VOCAB = 8, 11
-"""Hidden size and vocabulary size in the contracts of losses."""
+VOCAB = 11
+"""Vocabulary size in the contracts of losses."""
 
 
 class _Head:
     """A head in plain torch and float64."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.weight = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
+        self.weight = torch.randn(VOCAB, width, generator=generator, dtype=torch.float64, requires_grad=True)
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> TokenLosses:
         logits = self.logits(hidden)
@@ -142,33 +143,39 @@ def _take_rows(batch: TokenBatch, first: int, last: int) -> TokenBatch:
     return batch.take_rows(slice(first, last))
 
 
-def _make_hidden_states(rows: int = 4) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(rows, 6, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+def _make_inputs(loss: Loss) -> tuple[Tensor, _Head, TokenBatch]:
+    """
+    Return hidden states, a head and rows, and give the loss's module, if it has one, initial values in float64.
 
-
-def _initialize_in_float64(loss: Loss) -> Loss:
-    """Return the loss with its module, if it has one, in float64 and with initial values."""
+    The hidden states are as wide as a module needs.
+    """
     if others := set(loss.batch_leaves) - TokenBatch.specs.keys():
         names = ", ".join(sorted(others))
         raise BrokenContractError(
             f"the loss needs {names}, and batches in this contract have only tokens; test the loss in a run"
         )
+    width = 8
     if (module := find_loss_module(loss)) is not None:
         module.to_empty(device="cpu").double()
         torch.manual_seed(3)
         for owner in module.modules():
             if isinstance(owner, BufferOwner):
                 owner.reset_parameters()
-    return loss
+        width = next(module.parameters()).shape[-1]
+    batch = _make_token_batch()
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(*batch.tokens.shape, width, generator=generator, dtype=torch.float64).requires_grad_()
+    return hidden, _Head(width), batch
 
 
 def _compute_loss(loss: Loss, hidden: Tensor, head: _Head, batch: TokenBatch) -> LossSums:
-    """Compute a loss; a loss with a reference model gets log probabilities of other hidden states."""
+    """Compute a loss; it gets inner hidden states and a reference model's log probabilities from other ones."""
     if isinstance(loss, Referenced):
         with torch.no_grad():
             batch = loss.with_reference(batch, loss.reference_values(hidden.flip(2), head, batch))
-    return loss.loss(hidden, head, batch)
+    inner = loss.inputs(batch)[1].hidden_states
+    given: Any = hidden if inner is None else (hidden, dict.fromkeys(inner.layers, hidden.flip(2)))
+    return loss.loss(given, head, batch)
 
 
 def _name_all_sums(result: LossSums) -> dict[str, Tensor]:
@@ -178,8 +185,8 @@ def _name_all_sums(result: LossSums) -> dict[str, Tensor]:
 
 def loss_is_differentiable_and_weight_is_a_sum(loss: Loss) -> None:
     """Loss and weight are scalars, the loss is differentiable, and the weight is the sum of the batch's weights."""
-    hidden, head, batch = _make_hidden_states(), _Head(), _make_token_batch()
-    total, weight, _ = _compute_loss(_initialize_in_float64(loss), hidden, head, batch)
+    hidden, head, batch = _make_inputs(loss)
+    total, weight, _ = _compute_loss(loss, hidden, head, batch)
     for name, tensor in (("the loss", total), ("the weight", weight)):
         expect(tensor.ndim == 0, f"{name} is not a single number but a tensor of shape {tuple(tensor.shape)}")
     expect(total.requires_grad, "the loss can't be differentiated")
@@ -191,8 +198,8 @@ def loss_is_differentiable_and_weight_is_a_sum(loss: Loss) -> None:
 
 def sums_over_microbatches_add_up_to_the_batch(loss: Loss) -> None:
     """Sums over microbatches add up to the sums over the whole batch."""
-    hidden, head, batch = _make_hidden_states(), _Head(), _make_token_batch()
-    whole = _name_all_sums(_compute_loss(_initialize_in_float64(loss), hidden, head, batch))
+    hidden, head, batch = _make_inputs(loss)
+    whole = _name_all_sums(_compute_loss(loss, hidden, head, batch))
     parts = [
         _name_all_sums(_compute_loss(loss, hidden[a:b], head, _take_rows(batch, a, b))) for a, b in ((0, 1), (1, 4))
     ]
@@ -204,8 +211,8 @@ def sums_over_microbatches_add_up_to_the_batch(loss: Loss) -> None:
 
 def sums_are_proportional_to_weights(loss: Loss) -> None:
     """Doubling the weights doubles all sums, and tokens with weight 0 add nothing."""
-    hidden, head, batch = _make_hidden_states(), _Head(), _make_token_batch()
-    single = _name_all_sums(_compute_loss(_initialize_in_float64(loss), hidden, head, batch))
+    hidden, head, batch = _make_inputs(loss)
+    single = _name_all_sums(_compute_loss(loss, hidden, head, batch))
     double = _name_all_sums(_compute_loss(loss, hidden, head, batch.evolve(weights=2 * batch.weights)))
     for name, value in single.items():
         expect(
@@ -219,7 +226,7 @@ def sums_are_proportional_to_weights(loss: Loss) -> None:
 
 def model_inputs_have_all_tokens_positions_and_documents(loss: Loss) -> None:
     """The first stage gets all rows and tokens in the batch, and all stages get their positions and documents."""
-    tokens, shared = _initialize_in_float64(loss).inputs(_make_token_batch())
+    tokens, shared = loss.inputs(_make_inputs(loss)[2])
     if not isinstance(shared, TokenContext):
         raise BrokenContractError("the loss passes no positions and documents to the model")
     shapes = [tokens.shape, shared.positions.shape, shared.document_ids.shape]

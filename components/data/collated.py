@@ -20,6 +20,7 @@ from drawloom.ports import (
     Examples,
     LanguageModel,
     NodeState,
+    ReadableBeforeOpen,
     Split,
     TokenBatch,
     find_length_fault,
@@ -53,6 +54,11 @@ class Collated:
     _splits: dict[Split, Sequence[Example]] = internal(factory=dict)
     _vocab_size: int | None = internal(None)
     _tokens: dict[Split, int] = internal(factory=dict)
+
+    def check_before_open(self) -> None:
+        """Raise UserError if there is no example."""
+        if isinstance(self.data, ReadableBeforeOpen) and not any(True for _ in self.data.read_before_open()):
+            raise UserError("data: there is no example; name files or an environment with some")
 
     def open(self) -> None:
         """Measure all examples. Raises UserError for an example that is too long or rejected by the collator."""

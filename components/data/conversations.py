@@ -5,9 +5,14 @@ from typing import Any, ClassVar, Literal
 
 from drawloom import component, setting
 from drawloom.components.data.chat.corpus import ChatCorpus
-from drawloom.components.data.chat.encode import Encoded, encode_conversation, encode_prompt_and_completion
+from drawloom.components.data.chat.encode import (
+    Encoded,
+    encode_conversation,
+    encode_prompt_and_completion,
+    join_prompt_and_answer,
+)
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import Message, check_messages
+from drawloom.components.data.chat.turns import Message
 
 FORMS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": ..., "completion": ...}'
 
@@ -56,11 +61,9 @@ class Conversations(ChatCorpus):
             prompt, trained = [], row["messages"]
         else:
             raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
-        check_messages([*prompt, *trained])
+        joined = join_prompt_and_answer(prompt, trained)
         weights = [0.0] * len(prompt) + [self._get_turn_weight(message) for message in trained]
-        messages = [
-            {key: value for key, value in message.items() if key != "weight"} for message in (*prompt, *trained)
-        ]
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in joined]
         return messages, weights
 
     def _get_turn_weight(self, message: Mapping[str, Any]) -> float:

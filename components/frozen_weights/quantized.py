@@ -12,8 +12,8 @@ from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.frozen_weights.layers import find_storable_weights, set_format
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import Linear
+from drawloom.components.parallel.cut_blocks import compute_first_rank_slice, describe_cut_block
 from drawloom.components.parallel.master_weights import choose_layer_dtype
-from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.kernels.weight_formats.eager import FORMATS, FORMATS_IN_WORDS, FormatName, WeightFormat
 from drawloom.ports import NamePatterns, Precision, RankSlice, StageFeature, StageNodes, TensorSlice, WrappingOrder
 
@@ -52,7 +52,7 @@ class QuantizedWeights(StageFeature):
         yield from _name_patterns(feature.settings["exclude"], storable).check(feature)
         for weight, (layer, leaf) in chosen.items():
             shape = tuple(layer.get_parameter(leaf).shape)
-            first = _get_first_rank_slice(layer, leaf, shape, nodes.sizes.tensor)
+            first = compute_first_rank_slice(layer, leaf, nodes.sizes.tensor)
             if fault := describe_block_fault(FORMATS[name], first, shape):
                 yield feature.problem("format", f"{weight} {fault}", f"{_format_remedy(weight)}, or another format")
                 return
@@ -135,22 +135,10 @@ def describe_block_fault(weight_format: WeightFormat, weight_slice: TensorSlice 
     name, block = weight_format.name, weight_format.block
     if weight_slice is None or weight_slice.size[-1] == weight_slice.shape[-1]:
         return f"has {shape[-1]} columns, and {name} has blocks of {block}" if shape[-1] % block else ""
-    first, size = weight_slice.offsets[-1], weight_slice.size[-1]
-    if first % block or size % block:
-        return f"has columns {first} to {first + size} on one rank along tensor, and {name} has blocks of {block}"
-    return ""
+    return describe_cut_block(weight_slice, f"{name} has", block)
 
 
 def _format_remedy(name: str) -> str:
     """Return the remedy for a weight without quantization: a pattern to keep it in the compute dtype."""
     owner, _, leaf = name.rpartition(".")
     return f'write exclude = ["*.{owner.rpartition(".")[2]}.{leaf}"]'
-
-
-def _get_first_rank_slice(layer: nn.Module, leaf: str, shape: tuple[int, ...], ranks: int) -> TensorSlice | None:
-    """Return the first rank's slice of a weight along `tensor`, or None if it is whole."""
-    if ranks == 1 or not isinstance(layer, TensorParallel) or (split := layer.split_dims().get(leaf)) is None:
-        return None
-    size = [*shape]
-    size[split.dim] = -(-shape[split.dim] // split.unit // ranks) * split.unit
-    return TensorSlice(shape, (0,) * len(shape), tuple(size))

@@ -16,6 +16,7 @@ from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault, warn_unmatched_patterns
 from drawloom.components.optim.streamed_states import Slots, StreamedStep, allocate_state_in_host_memory
 from drawloom.components.optim.torch_groups import create_param_groups
+from drawloom.components.parallel.cut_blocks import compute_first_rank_slice, describe_cut_block
 from drawloom.kernels.adamw.eager import (
     ALL,
     BLOCK,
@@ -26,7 +27,17 @@ from drawloom.kernels.adamw.eager import (
     compute_step_scalars,
 )
 from drawloom.kernels.availability import why_no_triton
-from drawloom.ports import Device, Mesh, NodeState, Parameters, RunInfo, Step, TensorSlice, get_or_create_gradient
+from drawloom.ports import (
+    Device,
+    Mesh,
+    NodeState,
+    Parameters,
+    RunInfo,
+    Step,
+    TensorSlice,
+    build_meta_module_if_known,
+    get_or_create_gradient,
+)
 
 DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 CODES_ARITHMETIC = 379.0
@@ -124,6 +135,16 @@ class StochasticAdamW(HostStates):
         if node.settings["split_master_weights"] and precision and precision.settings.get("parameter") != "bfloat16":
             text = f"weights in {precision.settings.get('parameter')} are not split"
             yield node.problem("split_master_weights", text, "write precision.parameter = 'bfloat16'")
+        model, mesh = stages and stages.neighbour("model"), node.neighbour("mesh")
+        # Adapters change the trained parameters when the run starts.
+        if node.settings["state_dtype"] == "uint8" and model and mesh and stages and not stages.neighbours("adapters"):
+            module, ranks = build_meta_module_if_known(model) or nn.Module(), mesh.settings.get("tensor", 1)
+            for name, parameter in module.named_parameters():
+                path, _, leaf = name.rpartition(".")
+                part = compute_first_rank_slice(module.get_submodule(path), leaf, ranks)
+                if parameter.ndim > 1 and (fault := describe_cut_block(part, OWNER, BLOCK)):
+                    yield node.problem("state_dtype", f"{name} {fault}", REMEDY)
+                    return
 
     def open(self) -> None:
         """Create the optimizer state, zeros in its dtypes, and launches for equal kinds of parameters."""
@@ -332,18 +353,22 @@ class StochasticAdamW(HostStates):
         return AdamwTriton
 
 
+OWNER = "means of 8 bits have"
+REMEDY = "write state_dtype = 'bfloat16', or another mesh.tensor"
+
+
 def compute_scales_slice(name: str, part: TensorSlice | None) -> TensorSlice | None:
     """
     Return the slice of scales for a slice of a parameter. Raises UserError if the slice cuts a block.
     """
     if part is None:
         return None
-    first, size = part.offsets[-1], part.size[-1]
-    if first % BLOCK or (size % BLOCK and first + size != part.shape[-1]):
-        text = f"{name} has columns {first} to {first + size} on this rank, and means of 8 bits have blocks of {BLOCK}"
-        raise UserError(f"optim.stochastic_adamw: {text}; write state_dtype = 'bfloat16', or another mesh.tensor", 2)
+    if fault := describe_cut_block(part, OWNER, BLOCK):
+        raise UserError(f"optim.stochastic_adamw: {name} {fault}; {REMEDY}", 2)
     return TensorSlice(
-        compute_scales_shape(part.shape), (*part.offsets[:-1], first // BLOCK), compute_scales_shape(part.size)
+        compute_scales_shape(part.shape),
+        (*part.offsets[:-1], part.offsets[-1] // BLOCK),
+        compute_scales_shape(part.size),
     )
 
 

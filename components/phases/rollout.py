@@ -134,6 +134,10 @@ class Rollout:
                 if not issubclass(batch_type, PromptBatch):
                     text = f"[{writer.name}] makes {batch_type.__name__}, and rollouts complete prompts"
                     yield writer.problem("use", text, 'write use = "data.prompt_collator" in a "data.collated"')
+        baselines = {other.settings.get("baseline", "none") for other in node.nodes.values()} - {"none"}
+        if baselines and node.settings["group_size"] == 1:
+            text = "a completion alone is its own baseline, and no reward would change the policy"
+            yield node.problem("group_size", text, "write 2 or more, or baseline = 'none' in the advantages")
         sizes = node.neighbour("batching")
         for key, largest in ONE_STEP_ROLLOUT.items():
             if node.settings[key] > largest and sizes and sizes.settings.get("ramp"):

@@ -33,7 +33,16 @@ from drawloom.components.proving.ranks import DIED, RankPool, RanksFailedError
 from drawloom.components.proving.recorder import GRADIENT, RankRecord
 from drawloom.components.proving.result import ProvedDifference, ProveResult
 from drawloom.components.proving.run import ProofRun, ProofSource, RefusedError, Subject, Values, run_and_record
-from drawloom.components.proving.smallest import DENSE, EXPERTS, FLOAT64, STEPS, list_smaller_values, merge_values
+from drawloom.components.proving.smallest import (
+    DENSE,
+    EXPERTS,
+    FLOAT64,
+    NARROW,
+    STEPS,
+    VALUES,
+    list_smaller_values,
+    merge_values,
+)
 from drawloom.graph.component import is_port_or_component
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing.ports import BrokenContractError, check_port, load_contract
@@ -87,14 +96,6 @@ def check_contracts(source: ProofSource, values: Values, node: str, folder: Path
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-NARROW = {"parameter": "float32", "compute": "bfloat16", "gradient": "float32"}
-EXPERT_MESHES: tuple[dict[str, int], ...] = (
-    {"pipeline": 2, "data_shard": 2, "expert": 2},
-    {"data_shard": 2, "tensor": 2, "expert": 2},
-    {"context": 2, "tensor": 2, "expert": 4},
-    {"data_replicate": 2, "data_shard": 2, "expert": 2},
-    {"data_shard": 4, "expert": 2},
-)
 
 
 @attrs.frozen
@@ -166,7 +167,7 @@ def list_cases(recipe: Recipe) -> list[Case]:
             for case in singles
         ),
         *(attrs.evolve(case, name=f"{case.name}, resumed from one process", resumed=ONE.name) for case in singles),
-        *(_make_mesh_case(graph, sizes) for sizes in (*pairs, *EXPERT_MESHES)),
+        *(_make_mesh_case(graph, sizes) for sizes in (*pairs, *VALUES["expert_meshes"])),
         *_list_pipeline_cases(graph, recipe),
         *(make_narrow(case, graph) for case in singles if "expert" not in case.sizes),
     ]

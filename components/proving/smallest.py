@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,99 +52,18 @@ from drawloom.ports import (
     uses_unpaired_answers,
 )
 
-STEPS = 4
-SIZES: dict[str, int] = {
-    "num_hidden_layers": 4,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 6,
-    "shared_expert_intermediate_size": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 11,
-    "kv_lora_rank": 9,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 7,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_head_dim": 6,
-    "linear_num_heads": 4,
-    "global_head_dim": 12,
-    "sliding_window": 5,
-    "global_size": 8,
-    "micro_size": 2,
-    "rows_used": 8,
-    "length": 64,
-    "max_length": 16,
-    "group_size": 2,
-    "max_tokens": 4,
-    "rank": 2,
-    "warmup_steps": 1,
-}
-"""Upper bounds of settings with these names."""
+VALUES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("smallest.toml").read_text("utf-8"))
+SIZES, NARROW, FLOAT64, DENSE, BASE_VALUES = map(VALUES.__getitem__, ("sizes", "narrow", "float64", "dense", "base"))
+EXPERTS = DENSE | VALUES["experts"]
+BASE_VALUES["model"] = EXPERTS
+CONFIG = {name: value for name, value in DENSE.items() if name != "use"} | VALUES["config"]
+GENERATED, STEPS = BASE_VALUES["packing"], BASE_VALUES["trainer"]["steps"]
+LENGTH = GENERATED["length"]
+BASE = "pretrain"
 TIMED = ("throughput", "utilization", "memory", "phase_times", "recovery")
 """Metrics of the machine, which differ between two runs."""
-FLOAT64 = {"parameter": "float64", "compute": "float64", "gradient": "float64"}
 LEAVES = {"tokens", "targets", "positions", "document_ids", "weights", "padding"}
 """Leaves of the generated rows."""
-LENGTH = 16
-GENERATED = {"use": "proving.rows", "length": LENGTH}
-LR, MAX_NORM = 0.1, 0.1
-MODEL_SETTINGS = {"initializer_range": 0.2, "layers": "gdn, kda, conv, attention"}
-DENSE: dict[str, Any] = {
-    "use": "model.qwen3.dense",
-    **{name: SIZES[name] for name in list(SIZES)[:6]},
-    "initializer_range": 0.2,
-}
-EXPERTS: dict[str, Any] = {
-    **DENSE,
-    "use": "model.qwen3.moe",
-    **{name: SIZES[name] for name in ("moe_intermediate_size", "num_experts", "num_experts_per_tok")},
-    "mlp_only_layers": [0, 2],
-    "router_aux_loss_coef": 0.5,
-}
-CONFIG: dict[str, Any] = {
-    **{name: value for name, value in DENSE.items() if name != "use"},
-    "model_type": "qwen3",
-    "rope_theta": 1e4,
-    "vocab_size": 264,
-}
-"""Hugging Face's config for models with a folder."""
-BASE = "pretrain"
-BASE_VALUES: dict[str, Any] = {
-    "unset": ["tokens", *(f"metrics.{name}" for name in TIMED[:4]), "garbage_collection"],
-    "edit": {"trainer": {"phases": {"remove": "@garbage_collection"}}},
-    "run": {"name": "prove"},
-    "tokenizer": {"use": "data.bytes"},
-    "packing": GENERATED,
-    "order": {"use": "data.order.sequential"},
-    "model": EXPERTS,
-    "batch": {"global_size": SIZES["global_size"], "micro_size": SIZES["micro_size"]},
-    "optimizer": {"use": "optim.sgd", "lr": LR, "momentum": 0.9},
-    "clip": {"max_norm": MAX_NORM},
-    "validation": {"rows_used": SIZES["rows_used"]},
-    "evaluate": {"every": 2},
-    "trainer": {"steps": STEPS, "on_finish": ["@export"]},
-}
-"""
-Values that make `pretrain` a small run with all kinds of collectives. Its optimizer is SGD, since Adam's update hides a
-common factor in gradients.
-"""
-REQUIRED: dict[str, Any] = {
-    **{"lr": LR, "max_norm": MAX_NORM, "max_value": MAX_NORM},
-    **{"targets": ["*_proj"], "alpha": 4.0, "rank": SIZES["rank"]},
-    **{"pattern": "[0-4]$", "max_tokens": SIZES["max_tokens"], "buffer": 2, "json_schema": {"type": "integer"}},
-}
-"""Values for settings without a default."""
 
 
 REWARD = "rewards.proved"
@@ -160,7 +80,9 @@ def make_reward_values(spec: Spec, folder: Path) -> dict[str, Any]:
 
 
 def _select_required_settings(spec: Spec) -> dict[str, Any]:
-    return {name: value for name, value in REQUIRED.items() if name in spec.fields and spec.fields[name].required}
+    return {
+        name: value for name, value in VALUES["required"].items() if name in spec.fields and spec.fields[name].required
+    }
 
 
 def make_component_recipe(
@@ -172,7 +94,7 @@ def make_component_recipe(
     if implements(spec.cls, Model):
         settings |= {name: SIZES[name] for name in list(SIZES)[: list(SIZES).index("global_size")] if name in names}
         settings |= {"num_key_value_heads": key_heads} if "num_key_value_heads" in names else {}
-        settings |= {name: value for name, value in MODEL_SETTINGS.items() if name in names}
+        settings |= {name: value for name, value in VALUES["model_settings"].items() if name in names}
         if {"path", "weights"} <= names:
             settings |= {"path": str(write_config(CONFIG, folder)), "weights": False}
         if issubclass(spec.cls, ModelWithoutExport):
@@ -187,7 +109,7 @@ def find_node_and_changes(spec: Spec) -> tuple[str, dict[str, Any]] | None:
     """Return a component's node in the smallest recipe, and what else the recipe needs; None without a place there."""
     cls, flow = spec.cls, spec.traits.flow
     if implements(cls, Phase):
-        if node := next((node for value, node in REPLACED_PHASES.items() if value in flow.writes), ""):
+        if node := next((node for value, node in VALUES["replaced_phases"].items() if value in flow.writes), ""):
             return node, {}
         after = {"remove": "@garbage_collection", "after": {"@optimizer": "@proved"}}
         return ("clip", {}) if "gradients" in flow.changes else ("proved", {"edit": {"trainer": {"phases": after}}})
@@ -224,14 +146,6 @@ EDGES: dict[Any, dict[str, Any]] = {
     FinalTask: {"trainer": {"on_finish": ["@export", "@proved"]}},
 }
 """Values that connect these nodes."""
-REPLACED_PHASES = {
-    "weights": "optimizer",
-    "lr_factor": "lr",
-    "local_gradients": "forward_backward",
-    "gradients": "sync_gradients",
-    "validation_loss": "evaluate",
-}
-"""Nodes to replace by a phase, by written value."""
 
 
 def _add_texts(values: dict[str, Any], node: str, folder: Path) -> dict[str, Any]:

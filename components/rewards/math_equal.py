@@ -6,13 +6,17 @@ from fractions import Fraction
 
 from drawloom import UserError, at_least, component, setting
 from drawloom.components.rewards.expected import ExpectedValueReward
-from drawloom.ports import Answer
+from drawloom.ports import Answer, Example
 
 DECIMAL = r"\d+(?:\.\d+)?|\.\d+"
 GROUPED = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?"
 NUMBER = rf"[-+]?\s*(?:\\[dt]?frac\{{[-+]?\d+\}}\{{\d+\}}|(?:{GROUPED}|{DECIMAL})(?:[eE][-+]?\d{{1,3}}|\s*/\s*\d+)?)"
 PARTS = re.compile(r"(?P<sign>[-+]?)\s*(?:\\[dt]?frac\{(?P<top>[-+]?\d+)\}\{(?P<bottom>\d+)\}|(?P<plain>.+))")
 BOXED = r"\boxed{"
+UNITS = r"(?:text\w*|math(?:rm|bf|it)|mbox|rm|q?quad|circ|degree|approx|left|right|displaystyle)\b|[%$!,; ]"
+EXPRESSION = re.compile(rf"\d|\^(?!\{{?\\circ)|\\(?!{UNITS})")
+"""What makes a number in LaTeX a part of an expression, beside units and spaces."""
+
 MAX_DIGITS = 400
 """Longest text of a number: a longer one would take seconds to parse."""
 
@@ -25,36 +29,45 @@ class MathEqual(ExpectedValueReward):
     A completion's number is in its last \boxed{...}, or is the last number in the text. Numbers are integers, decimals,
     fractions (3/4, \frac{3}{4}), with an exponent, or with commas between thousands, and are compared as exact
     fractions, up to `tolerance`. The expected value is a number, or a text that is read the same way: "#### 72" is 72.
+    A box or an expected value with another expression, such as 2\sqrt{3}, has no number.
     """
 
     tolerance: float = setting("largest relative difference of equal numbers", default=0.0, check=at_least(0))
+
+    def check_example(self, example: Example) -> None:
+        self._read_expected_number(example)
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer: Answer) -> float:
         """Return 1 for the expected number, up to `tolerance`; else 0."""
-        expected, value = self._read_expected_number(answer), extract_last_number(answer.text)
+        expected, value = self._read_expected_number(answer.example), extract_last_number(answer.text)
         if value is None:
             return 0.0
         return float(abs(value - expected) <= Fraction(self.tolerance) * abs(expected))
 
-    def _read_expected_number(self, answer: Answer) -> Fraction:
-        """Return the expected number. Raises UserError if the example's value has none."""
-        value = self.read_expected(answer)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        number = extract_last_number(str(value)) if is_number or isinstance(value, str) else None
+    def _read_expected_number(self, example: Example) -> Fraction:
+        """Return the expected number. Raises UserError if the example's value is no number."""
+        super().check_example(example)
+        value = example[self.key]
+        text = "" if isinstance(value, bool) else str(value).rpartition("####")[2]
+        is_latex = "\\" in text and BOXED not in text
+        number = extract_last_number(f"{BOXED}{text}}}" if is_latex else text)
         if number is None:
-            source = answer.example.get("source", "an example")
-            raise UserError(f"{source}: {self.key} is {value!r}, which contains no number; correct it", 2)
+            fault = f"{self.key} is {value!r}, which is not a number"
+            source = example.get("source", "an example")
+            raise UserError(f"{source}: {fault}; correct it, or leave the example out", 2)
         return number
 
 
 def extract_last_number(text: str) -> Fraction | None:
     """Return a text's last number, or the last box's; None without one."""
     boxed = _find_last_box_content(text)
-    numbers = re.findall(rf"(?<![\w.]){NUMBER}", text if boxed is None else boxed)
-    return _parse_exact_number(numbers[-1]) if numbers else None
+    numbers = [*re.finditer(rf"(?<![\w.]){NUMBER}", text if boxed is None else boxed)]
+    if not numbers or (boxed is not None and EXPRESSION.search(boxed.replace(numbers[-1][0], "", 1))):
+        return None
+    return _parse_exact_number(numbers[-1][0])
 
 
 def _find_last_box_content(text: str) -> str | None:

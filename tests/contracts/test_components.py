@@ -586,9 +586,8 @@ EXCEPT = {
     ("loss.grpo", "Loss"): "it reads sampled log-probabilities, and the contract has rows of a data set",
     ("loss.kto", "Loss"): "it reads labels and sums over the step, and the contract has rows without them",
     ("loss.distill", "Loss"): "it reads a teacher's predictions, and the contract has rows without them",
-    ("loss.classification", "Loss"): "its head has the width of the recipe's model, and the contract has 8 channels",
-    ("loss.reward", "Loss"): "its head has the width of the recipe's model, and the contract has 8 channels",
-    ("loss.multi_token", "Loss"): "it reads embeddings beside hidden states, and the contract has none",
+    ("loss.classification", "Loss"): "it reads labels, and the contract has rows without them",
+    ("loss.reward", "Loss"): "it compares documents of a row, and the contract's rows have one",
     ("phases.policy_gradient", "Phase"): "it trains on the step's batches, and the contract's step has none",
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",
 }

@@ -70,14 +70,34 @@ def test_runs_and_exports_answer_several_messages(
     assert answer["content"] == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_the_export_has_the_template_of_the_conversations(lab: Path) -> None:
-    """A run with a template of its own exports this one, not the base's."""
+def test_exports_have_the_template_and_ends_of_the_conversations(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """
+    A run with a template of its own exports this one, not the base's, as `drawloom export` does without the data.
+
+    A conversation with the run has the answers of one with the export.
+    """
     text = CHATML.replace("message.role", "message.role | upper").replace(">assistant", ">ASSISTANT")
-    (lab / "own.jinja").write_text(text, "utf-8")
-    words = ("run.name=own", "vars.base=base", "vars.length=64", 'tokens.paths=["mine.jsonl"]', "trainer.steps=1")
+    (lab / "own.jinja").write_text(text.replace("<|im_end|>", "<|eot|>"), "utf-8")
+    (lab / "gone.jsonl").write_text((lab / "mine.jsonl").read_text("utf-8"), "utf-8")
+    words = ("run.name=own", "vars.base=base", "vars.length=64", 'tokens.paths=["gone.jsonl"]', "trainer.steps=1")
     (outcome,) = drawloom(lab, "run", "sft.toml", *words, "tokens.template=own.jinja")
     assert outcome.code == 0, outcome.text
-    assert transformers.AutoTokenizer.from_pretrained(lab / "runs/own/export").chat_template == text
+    for name in ("own.jinja", "gone.jsonl"):
+        (lab / name).rename(lab / f"{name}.moved")
+    (outcome,) = drawloom(lab, "export", "runs/own", "--to", "later")
+    assert outcome.code == 0, outcome.text
+    for export in (lab / "runs/own/export", lab / "later"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(export)
+        assert tokenizer.chat_template == text.replace("<|im_end|>", "<|eot|>")
+        ends = json.loads((export / "generation_config.json").read_text("utf-8"))["eos_token_id"]
+        assert tokenizer.convert_tokens_to_ids("<|eot|>") in ends
+    answers = []
+    for folder in ("runs/own", "later"):
+        assert chat(lab, monkeypatch, "hello\n", folder, "--tokens", "20") == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
 
 
 def test_impossible_chats_are_refused(

@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 
 from drawloom import at_least
-from drawloom.components.commands._trained import CheckpointCommand, parse_run_or_mirror
+from drawloom.components.commands._trained import CheckpointCommand, find_chat_template, parse_run_or_mirror
 from drawloom.components.data.template_prompts import TemplatePrompts
 from drawloom.components.distributed.rng import create_generator
 from drawloom.components.sampling.generate import Sampler, stream_decoded_text
@@ -69,7 +69,7 @@ class GenerateCommand(CheckpointCommand):
     prompt: str | None = option("text to continue, or with --chat the only message to answer", metavar="TEXT")
     chat: bool = option("answer messages by the chat template: --prompt, or each line of stdin")
     system: str | None = option("the system prompt", metavar="TEXT", needs="chat")
-    template: Path | None = option("a template (default: the folder's)", metavar="FILE", needs="chat")
+    template: Path | None = option("a template (default: the run's, or the folder's)", metavar="FILE", needs="chat")
     tokens: Count | None = option(
         f"most tokens to sample (default: {TEXT_TOKENS}; with --chat, {CHAT_TOKENS} for an answer)"
     )
@@ -105,7 +105,8 @@ class GenerateCommand(CheckpointCommand):
     def _run_chat(self, nodes: Container) -> list[ChatMessage]:
         """Answer the user's messages, and return the conversation."""
         tokenizer = nodes.get(Tokenizer)
-        prompts = TemplatePrompts(tokenizer=tokenizer, template=self.template, date=date.today(), system=self.system)
+        template = self.template or find_chat_template(nodes)
+        prompts = TemplatePrompts(tokenizer=tokenizer, template=template, date=date.today(), system=self.system)
         with closing(prompts):
             context = self._choose_chat_context_length(nodes)
             sampler = self._make_sampler(nodes, context=context, ends=prompts.answer_end_ids)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drawloom.components.commands._documents import infer_documents, pad_documents
 from drawloom.components.commands._options import check_new_file, write_json_lines
-from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
+from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult, find_chat_template
 from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.feedback import encode_prompt_completion_row
 from drawloom.components.data.labelled_texts import encode_text_or_messages
@@ -44,13 +44,13 @@ class ScoreCommand(CheckpointCommand):
 
     paths: Sequence[str] = argument("files or globs: JSON lines, Parquet, Arrow", metavar="PATH")
     to: Path = option("the JSON-lines file to write", metavar="FILE", check=check_new_file)
-    template: Path | None = option("a chat template (default: the tokenizer's)", metavar="FILE")
+    template: Path | None = option("a chat template (default: the run's, or the tokenizer's)", metavar="FILE")
     rows: Count = option("answers per batch", default=8)
 
     def run(self, project: Project) -> ScoreResult:
         with self.open_run(project, ProgramExecutor, ChatTokenizer, Scorer) as run:
             tokenizer, scorer = run.nodes.get(ChatTokenizer), run.nodes.get(Scorer)
-            with closing(create_chat_template(tokenizer, self.template)) as template:
+            with closing(create_chat_template(tokenizer, self.template or find_chat_template(run.nodes))) as template:
                 lines = read_json_lines_or_table_rows(self.paths)
                 encoded = ((line, _encode_line(tokenizer, line, template)) for line in lines)
                 infer = partial(_score_at_last_token, run.nodes.get(ProgramExecutor), scorer)

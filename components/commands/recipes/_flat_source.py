@@ -11,6 +11,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple, NoReturn
 
+import tomli
+
 from drawloom import UserError
 from drawloom.graph.cli.command import Recipe
 from drawloom.graph.inspect.serialize import describe_provenance
@@ -21,57 +23,9 @@ TEMPLATE = Path(__file__).with_name("flat_source.txt")
 FEATURE = re.compile(r" {2}#\? (\w+)$")
 """The end of a template's line that is only for runs with a feature."""
 
-MODELS = ("model.qwen3.dense", "model.llama")
-CORPORA = ("data.standard_library", "data.text_files")
-DATA = ("data.tokenized_text", "data.packing.concatenated", "data.order.shuffled")
-SIZES = {
-    "num_hidden_layers": "LAYERS",
-    "hidden_size": "HIDDEN",
-    "num_attention_heads": "HEADS",
-    "num_key_value_heads": "KV_HEADS",
-    "head_dim": "HEAD_DIM",
-    "intermediate_size": "INNER",
-    "vocab_size": "VOCABULARY",
-    "rms_norm_eps": "EPS",
-    "rope_theta": "ROPE_BASE",
-    "initializer_range": "INITIALIZER_RANGE",
-}
-CONSTANTS: Mapping[str, Mapping[str, str]] = {
-    "run.job": {"seed": "SEED"},
-    "run.trainer": {"steps": "STEPS"},
-    "data.standard_library": {"validation_fraction": "VALIDATION_FRACTION"},
-    "data.text_files": {"paths": "PATHS", "validation_fraction": "VALIDATION_FRACTION"},
-    "data.packing.concatenated": {"length": "LENGTH"},
-    "run.batch": {"global_size": "BATCH", "micro_size": "MICROBATCH"},
-    **dict.fromkeys(MODELS, SIZES),
-    "gradients.clip_norm": {"max_norm": "MAX_NORM"},
-    "optim.adamw": {"lr": "LR", "betas": "BETAS", "eps": "ADAM_EPS", "weight_decay": "WEIGHT_DECAY"},
-}
-"""Settings of covered components that are constants in the file, by their names there."""
-
-OTHERS: Mapping[str, tuple[str, ...]] = {
-    "learning_rate.piecewise": ("start", "phases"),
-    "learning_rate.cosine": ("start", "end", "warmup_steps", "warmup_percent"),
-    "learning_rate.constant": ("start", "warmup_steps", "warmup_percent"),
-    **dict.fromkeys(MODELS, ("tie_word_embeddings",)),
-    **dict.fromkeys(
-        (
-            "data.bytes",
-            "data.loader",
-            "data.order.shuffled",
-            "data.tokenized_text",
-            "distributed.precision",
-            "gradients.synchronize",
-            "kernels.auto",
-            "loss.next_token",
-            "phases.forward_backward",
-            "run.randomness",
-            "stages.materialized",
-        ),
-        (),
-    ),
-}
-"""Other covered components, and their settings that change the file's code."""
+COVERED: dict[str, Any] = tomli.loads(Path(__file__).with_name("flat_source.toml").read_text("utf-8"))
+MODELS, SIZES, OTHERS = COVERED["models"], COVERED["sizes"], COVERED["others"]
+CONSTANTS: Mapping[str, Mapping[str, str]] = COVERED["constants"] | dict.fromkeys(MODELS, SIZES)
 
 MAX_MICROBATCH_LOGITS, MAX_MICROBATCH_TOKENS = 2**24, 2048
 """The cross entropy of a larger microbatch is computed in chunks, with other bits (kernels/cross_entropy/eager.py)."""
@@ -95,7 +49,7 @@ def format_flat_source(recipe: Recipe) -> str:
             _refuse(node, "use", f"is a second node with use = {node.spec.use!r}")
         if name not in unused:
             _check_is_covered(node)
-    model, corpus, batch = (_find_node(nodes, uses) for uses in (MODELS, CORPORA, ("run.batch",)))
+    model, corpus, batch = (_find_node(nodes, uses) for uses in (MODELS, COVERED["corpora"], ("run.batch",)))
     _find_node(nodes, ("optim.adamw",))
     constants = {
         constant: FlatConstant(node.settings[key], f"[{node.name}] {key}, {describe_provenance(graph, node, key)}")
@@ -124,7 +78,7 @@ def format_flat_source(recipe: Recipe) -> str:
     return Template(_select_lines(features)).substitute(
         recipe=Path(graph.recipe.source).stem,
         constants="\n".join(f"{name} = {item.value!r}  # {item.origin}" for name, item in constants.items()),
-        data=_list_names([corpus, *(_find_node(nodes, (use,)) for use in DATA)]),
+        data=_list_names([corpus, *(_find_node(nodes, (use,)) for use in COVERED["data"])]),
         model=f"[{model.name}] {model.spec.use}",
         loss=_list_names([_find_node(nodes, ("loss.next_token",))]),
         phases=_list_names(node for node in phases if node.spec.traits.impact != "safe"),

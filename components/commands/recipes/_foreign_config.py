@@ -127,9 +127,16 @@ def import_config(config: Settings, framework: str, base: str | None, ranks: int
     tables = read_foreign_names()
     names, defaults = tables[framework], tables["defaults"][framework]
     imported = Imported(framework, [base or _choose_base(config, framework)])
+    is_policy = imported.extends[0] == "grpo"
+    if is_policy and framework == "axolotl":  # its table has TRL's keys
+        names, config = {**tables["trl"], **names}, {**config, **config.get("trl", {})}
+        config.pop("trl", None)
+    # Recipes of policies have no adapter, and the variants of other losses are other ones.
+    other = "adapters." if is_policy else "loss.variant"
+    names = {key: target for key, target in names.items() if not target.startswith(other)}
     targets = [names.get(key, "") for key, value in config.items() if value not in (None, -1)]
     lengths = tuple(part for part in ("trainer.", "lr.warmup") if any(target.startswith(part) for target in targets))
-    by_recipe = tables["recipes"].get(imported.extends[0], {}) if framework == "trl" else {}
+    by_recipe = tables["recipes"].get(imported.extends[0], {}) if framework == "trl" or is_policy else {}
     by_adapter = tables["recipes"]["use_peft"] if config.get("use_peft") else {}
     given = {**defaults, **by_recipe, **by_adapter, **config}
     for key, value in given.items():
@@ -176,7 +183,7 @@ def _choose_base(config: Settings, framework: str) -> str:
     if framework == "torchtitan":
         flavor = f"{config.get('model.name')}/{config.get('model.flavor')}".lower()
         return str(read_foreign_names()["flavors"].get(flavor, "pretrain_tokenized"))
-    if "num_generations" in config:
+    if config.keys() & {"num_generations", "reward_funcs", "scale_rewards"}:
         return "grpo"
     kind = str(config.get("rl") or ("dpo" if "beta" in config else "chat"))
     return kind if kind in ("dpo", "kto", "grpo") else "dpo" if kind in ("ipo", "orpo", "simpo") else "chat"
@@ -192,12 +199,13 @@ def _convert_value(own: str, key: str, value: Any, values: Mapping[str, Any]) ->
     """Return a setting's value, given the values before it, or None if there is none to write."""
     if key.endswith("_per_epoch"):
         return {"epochs": 1 / value} if value else "never"
-    choices = read_foreign_names()["choices"]
-    if (part := choices.get(key, choices.get(own, {})).get(str(value).lower())) is not None:
-        return part
     if own == "optimizer.betas":
         first, second = values.get(own, [0.9, 0.999])
         return [first, value] if key.endswith("2") else [value, second]
+    choices = read_foreign_names()["choices"]
+    choices = choices.get(key, choices.get(own, {}))
+    if (part := choices.get(str(value).lower(), choices.get("other"))) is not None:
+        return part or None
     convert = next((convert for pattern, convert in CONVERSIONS.items() if fnmatchcase(own, pattern)), None)
     if convert is not None:
         return convert(value)
@@ -214,11 +222,8 @@ def _convert_data_files(value: Any) -> list[Any] | None:
 
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "tokens.paths": _convert_data_files,
-    "loss.variant": lambda value: None,  # losses of pairs have types of other names
-    "loss.use": lambda value: f"loss.{value}",
     "*.use": lambda value: find_own_component(str(value)),
     "mesh.*": lambda value: None if value in (-1, 1) else value,
-    "adapters.lora": lambda value: None,  # the base has it, or the overlay for all weights removes it
     "adapters.lora.targets": lambda value: [value] if isinstance(value, str) else value,
     "*.every": lambda value: value if isinstance(value, int) and value > 0 else None,
     "run.name": str,
@@ -270,8 +275,11 @@ def _complete_rows(imported: Imported, config: Settings) -> None:
         imported.values.pop("packing.use", None)
     if imported.values.get("packing.use") == "data.packing.padded":
         imported.set_value("packing.length", "$vars.length", "")
-    if imported.extends[0] == "grpo" and config.get("max_prompt_length"):
-        imported.set_value("vars.length", config["max_prompt_length"], "max_prompt_length")
+    if imported.extends[0] == "grpo":
+        if config.get("max_prompt_length"):
+            imported.set_value("vars.length", config["max_prompt_length"], "max_prompt_length")
+        if "loss.clip_high" not in imported.values:
+            imported.set_value("loss.clip_high", config["epsilon"], "epsilon")
 
 
 def _complete_from_torchtitan(imported: Imported, config: Settings) -> None:

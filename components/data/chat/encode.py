@@ -19,6 +19,7 @@ from drawloom.components.data.chat.turns import (
     check_messages,
     extend_answers_to_end_tokens,
     get_text,
+    get_tool_name,
     match_control_token_after,
     parse_tools,
     render_and_locate_turns,
@@ -111,10 +112,14 @@ def encode_rendered_conversation(tokenizer: ChatTokenizer, rendered: Rendered, t
     Encode a conversation. The text before a trained part is encoded separately, as it is when a model answers.
 
     Only the template can write control tokens: a control token spelled out in content is encoded as text. Raises
-    ValueError if one can't be distinguished from the template's text, as in the rendered `tools`.
+    ValueError if one can't be distinguished from the template's text, as in the rendered `tools`, or for a tool that
+    the template leaves out.
     """
     control = re.compile("|".join(map(re.escape, tokenizer.control_tokens)) or "(?!)")
     forged = _find_forged_control_spans(control, rendered, tools)
+    for name in map(get_tool_name, tools or ()):
+        if isinstance(name, str) and name not in rendered.text:
+            raise ValueError(f"the template leaves the tool {name} out; use another template, or leave out tools")
     cuts = {0, len(rendered.text)}
     cuts |= {cut for span in rendered.trained for cut in (span.first, span.last)}
     cuts |= {cut for span in forged for cut in span}
@@ -183,6 +188,15 @@ def encode_prompt_and_completion(tokenizer: ChatTokenizer, prompt: str, completi
     return Encoded(ids, weights, not np.array_equal(tokenizer.encode(prompt + completion), text_ids))
 
 
+def join_prompt_and_answer(prompt: Sequence[Any], answer: Sequence[Any]) -> list[Any]:
+    """Return all messages. Raises ValueError for a bad message, or an answer that repeats the prompt."""
+    if prompt and answer[: len(prompt)] == prompt:
+        raise ValueError("an answer begins with the prompt, which would be there twice; leave one of them out")
+    messages = [*prompt, *answer]
+    check_messages(messages)
+    return messages
+
+
 def encode_prompt_with_answers(
     tokenizer: ChatTokenizer,
     template: ChatTemplate,
@@ -202,8 +216,8 @@ def encode_prompt_with_answers(
     if not all(isinstance(part, list) for part in parts):
         raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {forms}")
     documents = []
-    for messages in ([*prompt, *answer] for answer in answers):
-        check_messages(messages)
+    for answer in answers:
+        messages = join_prompt_and_answer(prompt, answer)
         weights = [float(n >= len(prompt) and turn["role"] == "assistant") for n, turn in enumerate(messages)]
         documents.append(encode_conversation(tokenizer, template, messages, weights, row.get("tools")))
     return documents

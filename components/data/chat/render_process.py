@@ -22,6 +22,10 @@ MAX_TEXT = 2**24
 """Characters in one rendering."""
 
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message for the thoughts before its content."""
+
+
 def create_sandboxed_environment(date: str | None) -> Any:
     """Return a sandboxed environment with transformers' globals and filters, and no loader."""
     import jinja2
@@ -75,7 +79,7 @@ def create_sandboxed_environment(date: str | None) -> Any:
 def prepare_message_like_transformers(message: dict[str, Any]) -> dict[str, Any]:
     """Drop keys with null, and copy the reasoning to its names in templates, like `apply_chat_template`."""
     kept = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((kept[key] for key in ("reasoning_content", "thinking", "reasoning") if key in kept), None)
+    reasoning = next((kept[key] for key in REASONING if key in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 

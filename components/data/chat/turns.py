@@ -26,6 +26,7 @@ from typing import Any
 
 import attrs
 
+from drawloom.components.data.chat.render_process import REASONING
 from drawloom.components.data.chat.template import ChatTemplate, RenderError, make_request
 from drawloom.ports import ChatTokenizer
 
@@ -259,15 +260,20 @@ def _find_turn_span(
 
 
 def _check_turn_is_in_text(text: str, message: Message, turn_index: int) -> None:
-    """Raise ValueError if a turn's content or tool calls are not in its rendered text; white space may differ."""
-    rendered, content = (re.sub(r"\s+", "", part) for part in (text, get_text(message)))
-    remedy = 'write the turn as the template renders it, or template = "chat.jinja", a file with another one'
-    if content not in rendered:
-        raise ValueError(f"turn {turn_index + 1}: the template leaves its content out, or changes it; {remedy}")
-    rest = rendered.replace(content, "", 1)
-    for name in map(get_tool_name, message.get("tool_calls") or ()):
-        if re.sub(r"\s+", "", name) not in rest:
-            raise ValueError(f"turn {turn_index + 1}: the template leaves its call of {name} out; {remedy}")
+    """Raise ValueError if a part of a turn is not in its rendered text; white space may differ."""
+    reasoning = next((message[key] for key in REASONING if message.get(key)), None)
+    parts = [("its content", get_text(message)), ("its reasoning", reasoning)]
+    for call in message.get("tool_calls") or ():
+        name = get_tool_name(call)
+        arguments = call.get("function", call).get("arguments")
+        parts += [(f"its call of {name}", name), (f"the arguments of {name} as a text", arguments)]
+    squeezed = [(kind, re.sub(r"\s+", "", part)) for kind, part in parts if isinstance(part, str)]
+    rest = re.sub(r"\s+", "", text)
+    for kind, part in sorted(squeezed, key=lambda pair: -len(pair[1])):  # a short part may be in a longer one
+        if part not in rest:
+            remedy = 'write the turn as the template renders it, or template = "chat.jinja", a file with another one'
+            raise ValueError(f"turn {turn_index + 1}: the template leaves {kind} out, or changes it; {remedy}")
+        rest = rest.replace(part, "", 1)
 
 
 def _find_content_span(

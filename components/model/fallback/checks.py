@@ -1,8 +1,10 @@
 """Self-check of a transformers model on a shrunken config, in float64 on the CPU, before it is used."""
 
 import copy
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -45,28 +47,7 @@ MAX_LAYERS = 6
 MAX_WIDTH = 48
 WIDE_HEAD = 256
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "sliding_window": 4,
-    "attention_chunk_size": 32,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "moe_layer_start_index": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+SMALL = tomllib.loads(Path(__file__).with_name("small_sizes.toml").read_text("utf-8"))
 """Maximum values of sizes; a smaller value, zero and None stay."""
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")

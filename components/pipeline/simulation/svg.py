@@ -16,19 +16,16 @@ from drawloom.components.pipeline.program.builders import index_stages_on_ranks
 from drawloom.components.pipeline.simulation.simulator import Bar, Simulation
 from drawloom.graph.drawing.svg import BOLD_TEXT, END, GREY, INK, MIDDLE, make_svg_document, make_text_element, num
 
-Colour = tuple[int, int, int]
-"""Red, green and blue, each from 0 to 255."""
-
-COLOURS: dict[str, Colour] = {
-    "F": (52, 101, 164),
-    "B": (92, 133, 44),
-    "I": (0, 139, 154),
-    "W": (226, 140, 5),
-    "UNSHARD": (117, 80, 123),
-    "REDUCE_SCATTER": (239, 120, 120),
-    "REDUCE_GRAD": (190, 20, 20),
-    "OFFLOAD": (96, 96, 96),
-    "RELOAD": (40, 40, 40),
+COLOURS = {
+    "F": "#3465a4",
+    "B": "#5c852c",
+    "I": "#008b9a",
+    "W": "#e28c05",
+    "UNSHARD": "#75507b",
+    "REDUCE_SCATTER": "#ef7878",
+    "REDUCE_GRAD": "#be1414",
+    "OFFLOAD": "#606060",
+    "RELOAD": "#282828",
 }
 NAMES = {
     "F": "forward",
@@ -41,7 +38,7 @@ NAMES = {
     "OFFLOAD": "activations to host memory",
     "RELOAD": "activations back",
 }
-WHITE: Colour = (255, 255, 255)
+WHITE = 255
 IDLE = "#ececec"
 PALEST = 0.62
 """Fraction of white in the colour of a rank's last stage."""
@@ -161,11 +158,10 @@ class _Picture:
             f"<title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>"
         )
 
-    def _choose_colour(self, op: str, local_stage: int) -> Colour:
+    def _choose_colour(self, op: str, local_stage: int) -> bytes:
         """Return an op's colour, paler for a rank's later stages."""
         way = PALEST * local_stage / max(1, self.stages_per_rank - 1)
-        red, green, blue = (round(c + way * (w - c)) for c, w in zip(COLOURS[op], WHITE, strict=True))
-        return red, green, blue
+        return bytes(round(part + way * (WHITE - part)) for part in bytes.fromhex(COLOURS[op][1:]))
 
     def _draw_axis(self) -> Iterator[str]:
         y = self.bottom_y + 3
@@ -209,6 +205,6 @@ def _round_up_axis_step(least: float) -> float:
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 
 
-def _to_hex(colour: Colour) -> str:
+def _to_hex(colour: bytes) -> str:
     """Return a colour as text, such as `#1f77b4`."""
-    return "#" + "".join(f"{part:02x}" for part in colour)
+    return f"#{colour.hex()}"

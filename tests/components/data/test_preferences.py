@@ -69,6 +69,14 @@ def test_lines_of_all_forms_are_read(tmp_path: Path) -> None:
     ]
 
 
+def test_answers_that_repeat_the_prompt_are_refused(tmp_path: Path) -> None:
+    """Whole conversations beside their prompt would have the prompt twice; without it they are read."""
+    whole = {"chosen": [*ASK, *ANSWERS["chosen"]], "rejected": [*ASK, *ANSWERS["rejected"]]}
+    with pytest.raises(UserError, match=r"rows.jsonl:1: an answer begins with the prompt"):
+        corpus(tmp_path, {"prompt": ASK, **whole})
+    assert compared_texts(corpus(tmp_path, whole)) == [("yes<|im_end|>", "well, no<|im_end|>")]
+
+
 def test_texts_need_no_template_and_messages_do(tmp_path: Path) -> None:
     """A base model's tokenizer has none."""
     texts = {"prompt": "a", "chosen": "b", "rejected": "c"}

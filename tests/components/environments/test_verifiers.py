@@ -237,12 +237,12 @@ environment = { use = "environments.verifiers", environment = "adder2" }
 """
 
 
-def check(folder: Path, path: Path | None) -> list[Any]:
-    """Return the problems of the node `environment` in a recipe, with packages in another folder."""
+def check(folder: Path, path: Path | None, node: str = "environment") -> list[Any]:
+    """Return the problems of a node in a recipe, with packages in another folder."""
     (folder / "bad.toml").write_text(RECIPE, "utf-8")
     (outcome,) = drawloom(folder, "check", "bad.toml", "--format", "json", path=str(path or ""))
     problems = json.loads(outcome.text)["problems"]
-    return [problem for problem in problems if problem["node"] == "environment"]
+    return [problem for problem in problems if problem["node"] == node]
 
 
 @pytest.mark.skipif(find_spec("verifiers") is not None, reason="needs an installation without the package verifiers")
@@ -257,3 +257,14 @@ def test_check_names_the_package_and_how_to_install_it(tmp_path: Path, monkeypat
     assert "verifiers 0.4.0 is not 0.2 or 0.3; pip install 'drawloom[verifiers]'" in problem["text"]
     (problem,) = check(tmp_path, STAND_IN)
     assert "No module named 'adder2'" in problem["text"] and problem["line"] == 7
+
+
+def test_check_names_an_environment_without_data(tmp_path: Path) -> None:
+    """An environment's empty data are a problem of the node that reads them, and the environment has none itself."""
+    loaded = "import adder\ndef load_environment(): return adder.load_environment(rows=0)\n"
+    (tmp_path / "adder2.py").write_text(loaded, "utf-8")
+    with importable("stand-in"):
+        path = Path(":".join(sys.path[:2]))
+        assert not check(tmp_path, path)
+        (problem,) = check(tmp_path, path, "packing")
+    assert problem["text"].startswith("data: there is no example")

@@ -250,7 +250,7 @@ def test_columns_that_cut_a_block_of_8_bits_are_refused() -> None:
     """The error names the parameter, its columns and the remedy."""
     weights = Weights({"w": (4, 150)}, torch.bfloat16, DEVICE)
     weights.parameter_slices = lambda: {"w": TensorSlice((4, 300), (0, 150), (4, 150))}  # type: ignore[method-assign]
-    with pytest.raises(UserError, match=r"w has columns 150 to 300 on this rank.* blocks of 256; .*bfloat16"):
+    with pytest.raises(UserError, match=r"w has columns 150 to 300 on one rank.* blocks of 256; .*bfloat16"):
         open_optimizer(weights, state_dtype="uint8")
 
 
@@ -260,6 +260,10 @@ def test_columns_that_cut_a_block_of_8_bits_are_refused() -> None:
         (("optimizer.state_dtype=uint8", "optimizer.amsgrad=true"), "the largest mean of squares can't have 8 bits"),
         (("optimizer.slot_bytes=100",), "nothing is streamed through slots"),
         (("optimizer.split_master_weights=true", "precision.parameter=float32"), "weights in float32 are not split"),
+        (
+            ("optimizer.state_dtype=uint8", "mesh.tensor=2", "model.intermediate_size=1024"),
+            "o_proj.weight has columns 0 to 96 on one rank along tensor, and means of 8 bits have blocks of 256",
+        ),
     ],
 )
 def test_settings_that_can_not_work_together_are_refused(words: tuple[str, ...], text: str) -> None:
@@ -267,3 +271,10 @@ def test_settings_that_can_not_work_together_are_refused(words: tuple[str, ...],
     common = ("optimizer.use=optim.stochastic_adamw", "optimizer.lr=0.01", "precision.parameter=bfloat16")
     problems = drawloom.Recipe.load("first_run", *common, *words).graph.problems
     assert [text in str(problem) for problem in problems] == [True]
+
+
+def test_ranks_with_whole_blocks_of_8_bits_are_allowed() -> None:
+    """512 columns on two ranks have whole blocks."""
+    words = ("optimizer.use=optim.stochastic_adamw", "optimizer.lr=0.01", "precision.parameter=bfloat16")
+    sizes = ("model.num_attention_heads=16", "model.head_dim=32", "model.intermediate_size=1024", "mesh.tensor=2")
+    assert not drawloom.Recipe.load("first_run", *words, *sizes, "optimizer.state_dtype=uint8").graph.problems

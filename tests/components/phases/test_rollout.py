@@ -347,6 +347,7 @@ SERVER = ("rollouts.use=rollouts.server", "rollouts.max_tokens=4", "rollouts.upd
     ("words", "problem"),
     [
         (["rollout.rewards=[]"], "no completion has a reward"),
+        (["rollout.group_size=1"], "a completion alone is its own baseline"),
         (["mesh.context=2"], "[rollouts] samples whole rows, but ranks along 'context' divide rows"),
         (
             ["rollouts.exact=true", "kernels.use=kernels.batch_invariant", "compile.use=stages.compiled"],

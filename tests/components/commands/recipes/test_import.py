@@ -171,7 +171,42 @@ def test_rows_of_grpo_are_prompts(run_import: Import) -> None:
     assert result["unmapped"] == ["optim = 'lion_8bit'", "report_to = 'comet_ml'"]
     assert values["extends"] == "grpo" and values["vars"] == {"base": "base", "length": 512}
     assert values["batch"] == {"micro_size": 1, "global_size": 6} and values["rollout"] == {"group_size": 8}
-    assert values["rollouts"] == {"max_tokens": 256} and values["optimizer"]["lr"] == 1e-6  # TRL's defaults
+    assert values["rollouts"] == {"max_tokens": 512} and values["optimizer"]["lr"] == 1e-6  # TRL's defaults
+
+
+@pytest.mark.parametrize(
+    ("config", "loss", "advantages", "unmapped"),
+    [
+        ("reward_funcs: null", {"variant": "dapo", "clip_low": 0.2, "clip_high": 0.2}, {"scale": "std"}, []),
+        (
+            "num_generations: 4\nloss_type: bnpo\nepsilon: 0.1\nepsilon_high: 0.3\nscale_rewards: false\n"
+            "mask_truncated_completions: true",
+            {"variant": "dapo", "clip_low": 0.1, "clip_high": 0.3},
+            {"scale": "none", "truncated": "drop"},
+            [],
+        ),
+        (
+            "num_generations: 4\nloss_type: sapo\nscale_rewards: batch",
+            {"clip_low": 0.2, "clip_high": 0.2},
+            {},
+            ["loss_type = 'sapo'", "scale_rewards = 'batch'"],
+        ),
+    ],
+)
+def test_the_loss_of_grpo_is_the_configurations(
+    run_import: Import, base: Path, tmp_path: Path, config: str, loss: object, advantages: object, unmapped: object
+) -> None:
+    """The recipe has TRL's variant, clip and scale, or names what it lacks, and it has no problem."""
+    result = run_import("mine.yaml", f"model_name_or_path: {base}\nper_device_train_batch_size: 8\n{config}")
+    values = result["values"]
+    assert isinstance(values, dict) and result["unmapped"] == unmapped
+    assert values["loss"] == loss and values.get("advantages", {}) == advantages
+    (tmp_path / "mine.toml").write_text(str(result["recipe"]), "utf-8")
+    Recipe.load(str(tmp_path / "mine.toml"), "examples.use=data.sums").check()
+    nested = "\n".join(f"  {line}" for line in config.splitlines())
+    other = run_import("mine.yml", f"base_model: {base}\nrl: grpo\nmicro_batch_size: 8\ntrl:\n{nested}")
+    assert other["unmapped"] == unmapped and isinstance(other["values"], dict)
+    assert other["values"]["loss"]["clip_high"] == values["loss"]["clip_high"]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +225,27 @@ def test_defaults_of_trl_are_written(
     assert isinstance(values, dict) and values["optimizer"]["lr"] == rate and values["vars"]["length"] == length
     assert values.get("tokens", {}).get("validation_fraction") == fraction
     assert ("padded" in str(values.get("packing"))) is (values["extends"][0] == "chat")
+
+
+def test_defaults_of_adapters_are_written(run_import: Import) -> None:
+    """An adapter of TRL has PEFT's targets and TRL's dropout, and a configuration without one has neither."""
+    values = run_import("a.yaml", "model_name_or_path: base\nuse_peft: true\nlora_r: 8")["values"]
+    assert isinstance(values, dict)
+    assert values["adapters"]["lora"] == {"rank": 8, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
+    assert "adapters" not in str(run_import("b.yaml", "model_name_or_path: base\nnum_train_epochs: 1")["values"])
+    policy = run_import("c.yaml", "model_name_or_path: base\nuse_peft: true\nnum_generations: 8")
+    assert "use_peft = True" in str(policy["unmapped"]) and "adapters" not in str(policy["values"])
+
+
+def test_what_is_trained_is_not_changed_silently(run_import: Import) -> None:
+    """Trained inputs are roles, other options of data sets are listed, a bare `no` of YAML turns checkpoints off."""
+    data = "datasets:\n  - {path: a.jsonl, type: chat_template, roles_to_train: [tool], message_field_role: from}"
+    result = run_import("a.yml", f"base_model: base\ntrain_on_inputs: true\n{data}")
+    assert isinstance(result["values"], dict) and result["values"]["tokens"]["roles"].keys() > {"user", "assistant"}
+    [unmapped] = result["unmapped"]  # type: ignore[misc]
+    assert "'roles_to_train': ['tool'], 'message_field_role': 'from'" in unmapped
+    result = run_import("b.yaml", "model_name_or_path: base\nsave_strategy: no")
+    assert isinstance(result["values"], dict) and result["values"]["checkpoint"] == {"every": "never"}
 
 
 def test_defaults_of_axolotl_are_written(run_import: Import) -> None:

@@ -21,6 +21,7 @@ FIELDS = TOOLS.replace(
     "(message.content or '')", "(message.content or '') + (message.reasoning_content or '') ~ message.name"
 )
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "find", "arguments": {"q": [1, None, "é"]}}}
+RAW = TOOLS.replace("call.function | tojson", "call.function.name + call.function.arguments")
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"é": 1.5}}}
 
 
@@ -45,7 +46,7 @@ class Folder:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Folder]]:
     """Yield the folders by template."""
     path = tmp_path_factory.mktemp("folders")
-    texts = {"chatml": CHATML, "tools": TOOLS, "parts": PARTS, "both": BOTH, "fields": FIELDS}
+    texts = {"chatml": CHATML, "tools": TOOLS, "parts": PARTS, "both": BOTH, "fields": FIELDS, "raw": RAW}
     folders = {name: Folder(path / name, text) for name, text in texts.items()}
     yield folders
     for folder in folders.values():
@@ -69,7 +70,8 @@ def answer(**fields: Any) -> list[dict[str, Any]]:
         ("both", answer(content=text_parts("good ", "day"))),
         ("parts", [{**message, "content": text_parts(message["content"], "there")} for message in say("hi", "day")]),
         ("tools", answer(content=None, tool_calls=[CALL])),
-        ("tools", answer(tool_calls=[{"name": "find", "function": {**CALL["function"], "arguments": '{"q": 1}'}}])),
+        ("tools", answer(tool_calls=[CALL, CALL])),
+        ("raw", answer(tool_calls=[{"name": "find", "function": {**CALL["function"], "arguments": '{"q": 1}'}}])),
         ("tools", answer(content="good", tool_calls=None, unknown={"a": [1]})),
         ("fields", answer(content="good", name="there", thinking="hello")),
         ("fields", answer(content="good", name=None, reasoning="hello", reasoning_content=None)),
@@ -80,6 +82,7 @@ def test_messages_are_rendered_as_by_transformers(
     folders: dict[str, Folder], name: str, messages: Any, tools: Any
 ) -> None:
     """Strings, parts read by the template, nulls, tool calls, other fields and tools give the same text."""
+    tools = tools if "tools" in folders[name].tokenizer.chat_templates["default"] else None
     theirs = json.loads(tools) if isinstance(tools, str) else tools
     wanted = folders[name].theirs.apply_chat_template(messages, tools=theirs, tokenize=False)
     assert folders[name].encode(messages, tools) == wanted
@@ -120,6 +123,37 @@ def test_other_messages_are_refused(folders: dict[str, Folder], messages: Any, r
         encode_conversation(
             folders["chatml"].tokenizer, folders["chatml"].template, messages, [0.0] * (len(messages) - 1) + [1.0]
         )
+
+
+TEXT_CALL = {"function": {"name": "find", "arguments": '{"q": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "reason"),
+    [
+        (CHATML, answer(content="a", reasoning="hello"), None, "turn 2: the template leaves its reasoning out"),
+        (
+            TOOLS,
+            answer(tool_calls=[TEXT_CALL]),
+            None,
+            "turn 2: the template leaves the arguments of find as a text out",
+        ),
+        (
+            TOOLS.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]"),
+            answer(tool_calls=[CALL, CALL]),
+            None,
+            "turn 2: the template leaves its call of find out",
+        ),
+        (CHATML, say("hi", "good"), [TOOL], "the template leaves the tool find out"),
+    ],
+)
+def test_parts_that_the_template_leaves_out_are_refused(
+    tmp_path: Path, template: str, messages: Any, tools: Any, reason: str
+) -> None:
+    """Thoughts, arguments quoted as a text, the second of two calls and a tool are not lost without a word."""
+    tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "tokenizer", template))
+    with closing(ChatTemplate({"default": template})) as renderer, pytest.raises(ValueError, match=reason):
+        encode_conversation(tokenizer, renderer, messages, [0.0, 1.0], tools)
 
 
 @pytest.mark.parametrize("tools", ["find", '{"type": "function"}', {"type": "function"}, [["find"]], "[1]", 3])
