@@ -232,7 +232,7 @@ class Step:
         """
         self.before_update()
         flag: Tensor | None = self.state.get("skip")
-        if flag is not None and self.state.is_on_gpu(flag):
+        if flag is not None and flag.device.type in self.state.late_devices:
             update(flag)
         elif flag is None or not flag.item():
             update(None)

@@ -10,7 +10,7 @@ Numbers stay tensors on the device that computes them. One asynchronous copy for
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, get_args
 
 import attrs
 import torch
@@ -65,6 +65,9 @@ class StepState:
     Tensors are detached from their autograd graph when they are written. Values are shared, not copied: a reader does
     not change them in place. A value that is read in the other view is converted once, until it is written again.
     """
+
+    late_devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    """Types of devices for whose tensors the host has to wait."""
 
     def __init__(
         self, values: Mapping[str, Any] | None = None, *, microbatches: int = 1, specs: Mapping[str, Spec] | None = None
@@ -135,10 +138,6 @@ class StepState:
         """Return the microbatches, counted from 0, with a written value; [] if it was never written."""
         return [*range(self.microbatches)] if key in self._written else sorted(self._shards.get(key, ()))
 
-    def is_on_gpu(self, tensor: Tensor) -> bool:
-        """Return whether the host has to wait for a device to read a tensor."""
-        return tensor.is_cuda
-
     def start_host_copy(self, tensors: Mapping[str, Tensor]) -> "HostCopy":
         """Start to copy tensors (numbers,) to the host."""
         from drawloom.components.state.host_copy import HostCopy
@@ -175,7 +174,7 @@ class StepState:
     def number(self, key: str) -> float:
         """Return a number of the global view; waits for its copy to the host. Raises MissingStateError."""
         value = self[key]
-        if not isinstance(value, Tensor) or not self.is_on_gpu(value):
+        if not isinstance(value, Tensor) or value.device.type not in self.late_devices:
             return float(value)
         if id(value) not in self._read:  # the state keeps every tensor that was copied, so that ids are unique
             self._read[id(value)] = float(self.read_on_host(key))
@@ -193,7 +192,8 @@ class StepState:
     def _iterate_tensors_on_device(self) -> Iterator[Tensor]:
         """Yield the tensors written in the global view that are not on the CPU."""
         for value in self._written.values():
-            yield from (leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor) and self.is_on_gpu(leaf))
+            tensors = (leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor))
+            yield from (tensor for tensor in tensors if tensor.device.type in self.late_devices)
 
     def _iterate_finished_host_copies(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the id of every tensor that was copied, with its copy; waits for the copies."""
