@@ -18,7 +18,6 @@ class Adam(AdamSettings):
         return [
             torch.optim.Adam(
                 self._create_torch_param_groups(),
-                lr=self.lr,
                 betas=self.betas,
                 eps=self.eps,
                 amsgrad=self.amsgrad,

@@ -6,6 +6,7 @@ import torch
 
 from drawloom import at_least, component, setting
 from drawloom.components.optim.adam_settings import AdamSettings
+from drawloom.components.optim.gradient_steps import FactorStep
 from drawloom.components.optim.parameter_groups import find_betas_fault
 from drawloom.components.optim.torch_optimizer import create_fastest_adamw
 
@@ -14,7 +15,6 @@ from drawloom.components.optim.torch_optimizer import create_fastest_adamw
 class AdamW(AdamSettings):
     """AdamW with decoupled weight decay; norms and biases do not decay."""
 
-    defers_scaling: ClassVar[bool] = True
     _scales_by_role: ClassVar[bool] = True
 
     betas: tuple[float, float] = setting(
@@ -24,11 +24,15 @@ class AdamW(AdamSettings):
     )
     weight_decay: float = setting("decoupled weight decay coefficient", default=0.1, check=at_least(0))
 
+    @property
+    def defers_scaling(self) -> bool:
+        """Whether the launch on a GPU multiplies gradients by deferred factors."""
+        return all(isinstance(optimizer, FactorStep) for optimizer in self._optimizers)
+
     def _create_optimizers(self) -> list[torch.optim.Optimizer]:
         return [
             create_fastest_adamw(
                 self._create_torch_param_groups(self.eps),
-                lr=self.lr,
                 betas=self.betas,
                 eps=self.eps,
                 amsgrad=self.amsgrad,

@@ -265,17 +265,17 @@ class DefersScaling(Protocol):
     """
     A phase that may run while gradients lack deferred factors.
 
-    It reads no gradient, or calls `Step.stack_and_clear_deferred_factors`.
+    It reads no gradient, or calls `Step.stack_and_clear_deferred_factors`. An open phase may decide by its device.
 
     The trainer multiplies by deferred factors before any other phase that reads or changes gradients.
     """
 
-    defers_scaling: ClassVar[bool]
+    defers_scaling: bool
 
 
 def accepts_deferred_factors(phase: object) -> bool:
-    """Return whether gradients may lack deferred factors when a phase runs."""
-    return isinstance(phase, DefersScaling) and phase.defers_scaling
+    """Return whether gradients may lack deferred factors when a phase runs; for a class, on any device."""
+    return isinstance(phase, DefersScaling) and bool(phase.defers_scaling)
 
 
 @runtime_checkable
