@@ -141,6 +141,13 @@ def _create_argument_selector(
     return itemgetter(slice(first, first + len(positions)))  # a tuple, unlike that of one position
 
 
+def differentiable(
+    backward: Callable[..., Sequence[Tensor | None]],
+) -> Callable[[Callable[Arguments, Results]], Callable[Arguments, Results]]:
+    """Give a function of positional arguments the gradients of `backward`; see `make_differentiable`."""
+    return lambda forward: make_differentiable(forward, backward)
+
+
 def make_differentiable(
     forward: Callable[Arguments, Results], backward: Callable[..., Sequence[Tensor | None]], results: int | None = None
 ) -> Callable[Arguments, Results]:
