@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.adamw.eager import BLOCK as CODE_BLOCK
 from drawloom.kernels.adamw.eager import SMALLEST, ParamState, compute_values_and_midpoints
@@ -240,7 +241,7 @@ def _align_gradient(grad: Tensor) -> Tensor:
 
 
 @triton.jit
-def multiply_by_factors(gradients, factors, FACTORS: tl.constexpr):
+def multiply_by_factors(gradients, factors, FACTORS: constexpr):
     """Return gradients, in float32, times all factors; every product is rounded to their own dtype."""
     dtype = gradients.dtype
     gradients = gradients.to(tl.float32)
@@ -254,9 +255,9 @@ def multiply_by_factors(gradients, factors, FACTORS: tl.constexpr):
 def _adamw_kernel(
     table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like,
     exp_avg_like,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr,
-    MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    TABLE_COLUMNS: tl.constexpr,
+    ALIGNED: constexpr, ROWS: constexpr, PAIRS: constexpr, AMSGRAD: constexpr, MASTER: constexpr,
+    MAXIMIZE: constexpr, FACTORS: constexpr, PART: constexpr, BLOCK: constexpr,
+    TABLE_COLUMNS: constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -311,7 +312,7 @@ def _load_step_scalars(scalars, decay):
 
 
 @triton.jit
-def _load_weight(weight, remainder, element, mask, MASTER: tl.constexpr):
+def _load_weight(weight, remainder, element, mask, MASTER: constexpr):
     """Load a weight in float32; with MASTER, put its halves together."""
     if MASTER:
         high = tl.load(weight + element, mask=mask).to(tl.int16, bitcast=True).to(tl.int32)
@@ -332,7 +333,7 @@ def _store_split_weight(weight, remainder, element, mask, new):
 
 
 @triton.jit
-def _parameter_index(element, first, width, stride, ROWS: tl.constexpr):
+def _parameter_index(element, first, width, stride, ROWS: constexpr):
     """Return the indices in the whole parameter for its part's elements, the weight."""
     if ROWS:
         element = element // width * stride + element % width
@@ -341,8 +342,8 @@ def _parameter_index(element, first, width, stride, ROWS: tl.constexpr):
 
 @triton.jit
 def _update_elements(
-    tensors, factors, element, mask, key, index, counter, step, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr,
-    MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr,
+    tensors, factors, element, mask, key, index, counter, step, PAIRS: constexpr, AMSGRAD: constexpr,
+    MASTER: constexpr, MAXIMIZE: constexpr, FACTORS: constexpr,
 ):
     # fmt: on
     """Update elements by AdamW, with noise for the parameter indices `index`, of all elements or only the even ones."""
@@ -381,7 +382,7 @@ def _update_elements(
 
 
 @triton.jit
-def _round_stochastically_if_bfloat16(x, word, index, pointer, PAIRS: tl.constexpr):
+def _round_stochastically_if_bfloat16(x, word, index, pointer, PAIRS: constexpr):
     """Round x stochastically with halves of the random words if the pointer is to bfloat16, else return it."""
     if pointer.dtype.element_ty == tl.bfloat16:
         x = _round_by_half_of_word(x, word, index, PAIRS)
@@ -389,7 +390,7 @@ def _round_stochastically_if_bfloat16(x, word, index, pointer, PAIRS: tl.constex
 
 
 @triton.jit
-def _round_by_half_of_word(x, word, index, PAIRS: tl.constexpr):
+def _round_by_half_of_word(x, word, index, PAIRS: constexpr):
     """Round x to bfloat16 stochastically, by its elements' indices, or for pairs by the even ones."""
     noise = split_into_16bit_halves(word) if PAIRS else tl.where((index & 1) > 0, word >> 16, word & 0xFFFF)
     return round_stochastically(x, noise)
@@ -399,9 +400,9 @@ def _round_by_half_of_word(x, word, index, PAIRS: tl.constexpr):
 @cache_launches()
 def _adamw_8bit_kernel(
     table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like, maps,
-    FACTORS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, MASTER: tl.constexpr,
-    MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAM_BLOCKS: tl.constexpr, TABLE_COLUMNS: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    FACTORS: constexpr, ROWS: constexpr, PAIRS: constexpr, WHOLE: constexpr, MASTER: constexpr,
+    MAXIMIZE: constexpr, BLOCK: constexpr, PROGRAM_BLOCKS: constexpr, TABLE_COLUMNS: constexpr,
+    SMALLEST: constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -492,7 +493,7 @@ def _subtract_usual_quotient(old, m, s, corrected_lr, sq_correction, eps):
 
 @triton.jit
 def _encode_and_store_moments(
-    numbers, codes, scales, midpoints, element, block, mask, SIGNED: tl.constexpr, SMALLEST: tl.constexpr
+    numbers, codes, scales, midpoints, element, block, mask, SIGNED: constexpr, SMALLEST: constexpr
 ):
     """Store the nearest codes, and the largest magnitude as their scale; return it."""
     if mask is not None:
@@ -522,7 +523,7 @@ def _encode_and_store_moments(
 
 
 @triton.jit
-def _compute_code(relative, SIGNED: tl.constexpr):
+def _compute_code(relative, SIGNED: constexpr):
     """
     Return the nearest code, in the lowest 8 bits, to a number from -1 to 1, and a doubt.
 
@@ -534,11 +535,11 @@ def _compute_code(relative, SIGNED: tl.constexpr):
     midpoints are whole numbers, but a decade's first one, a power of two, is at a fifth. The sum is one half less, so
     it is rounded to the rank.
     """
-    codes: tl.constexpr = 1.0 if SIGNED else 2.0
-    count: tl.constexpr = 64.0 * codes
-    first: tl.constexpr = 2.75e-7 if SIGNED else 1.625e-7
-    slope: tl.constexpr = codes * 0.8 / 7.75e-7
-    least: tl.constexpr = codes + 0.2 - slope * first
+    codes: constexpr = 1.0 if SIGNED else 2.0
+    count: constexpr = 64.0 * codes
+    first: constexpr = 2.75e-7 if SIGNED else 1.625e-7
+    slope: constexpr = codes * 0.8 / 7.75e-7
+    least: constexpr = codes + 0.2 - slope * first
     size = tl.abs(relative)
     rank = tl.fma(_ramp(size, slope / (2 * codes - least), 0.0), 2 * codes - least, least - 0.5)
     for decade in tl.static_range(1, 6):

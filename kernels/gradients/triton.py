@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.triton.primitives import cache_launches, cdiv, load_float32, upload
 
@@ -65,7 +66,7 @@ def _create_launch_tables(
 @cache_launches()
 def _scale_kernel(
     like, addresses, owners, starts, sizes, counted, factor, squares,
-    PART: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, WRITE: tl.constexpr,
+    PART: constexpr, BLOCK: constexpr, ALIGNED: constexpr, WRITE: constexpr,
 ):
     # fmt: on
     program = tl.program_id(0)
@@ -89,7 +90,7 @@ def _scale_kernel(
 
 
 @triton.jit
-def _scale_block(pointers, mask, scale, squared: tl.constexpr, WRITE: tl.constexpr):
+def _scale_block(pointers, mask, scale, squared: constexpr, WRITE: constexpr):
     """Scale a block, in place if WRITE, and return the products' sum of squares if `squared`, else 0."""
     product = (tl.load(pointers, mask=mask).to(tl.float32) * scale).to(pointers.dtype.element_ty)
     if WRITE:
@@ -115,7 +116,7 @@ def sum_parts_triton(own: Tensor, others: Tensor, out: Tensor) -> None:
 
 
 @cache_launches()
-def _sum_parts_kernel(own, others, stride, out, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_parts_kernel(own, others, stride, out, size, ROWS: constexpr, BLOCK: constexpr):
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = load_float32(own + element, element < size)
     for _ in range(ROWS):

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
+from triton.language import constexpr
 
 from drawloom.kernels.attention.eager import attention_flops
 from drawloom.kernels.operation import make_differentiable, once_differentiable, register_kernel
@@ -286,7 +287,7 @@ def _add_by_key(chunk: Chunk, pairs: Tensor, rows: Tensor, result: Tensor) -> No
 
 
 @triton.jit
-def _load_rows(tensor, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _load_rows(tensor, row, WIDTH: constexpr, BLOCK: constexpr):
     """Load rows with WIDTH columns; further columns are 0."""
     column = tl.arange(0, BLOCK)[None, :]
     return load_or_zero(tensor + row.to(tl.int64)[:, None] * WIDTH + column, None if WIDTH == BLOCK else column < WIDTH)
@@ -295,8 +296,8 @@ def _load_rows(tensor, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 # fmt: off
 @cache_launches("count", "columns", "limit")
 def _score_visible_keys(
-    queries, factors, first_key, ends, keys, scores, count, columns, limit, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    queries, factors, first_key, ends, keys, scores, count, columns, limit, HEADS: constexpr, WIDTH: constexpr,
+    WIDTH_BLOCK: constexpr, BLOCK: constexpr, KEYS: constexpr,
 ):
     # fmt: on
     """Store scores by token and key; -inf where a token does not see the key."""
@@ -319,7 +320,7 @@ def _score_visible_keys(
 
 
 @cache_launches("count")
-def _gather_keys(keys, places, gathered, count, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr):
+def _gather_keys(keys, places, gathered, count, WIDTH: constexpr, COLUMNS: constexpr, KEYS: constexpr):
     """Store the keys at `count` places, and 0 for the place -1."""
     entry = tl.program_id(0).to(tl.int64) * KEYS + tl.arange(0, KEYS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -330,7 +331,7 @@ def _gather_keys(keys, places, gathered, count, WIDTH: tl.constexpr, COLUMNS: tl
 
 @cache_launches()
 def _normalize_scores(
-    products, counts, pairs, scale, HEADS: tl.constexpr, ROWS: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr
+    products, counts, pairs, scale, HEADS: constexpr, ROWS: constexpr, CHOSEN: constexpr, BLOCK: constexpr
 ):  # fmt: skip
     """Store a token's weights for a head in the last HEADS rows, and, if there are more, scores' gradients."""
     token, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
@@ -349,7 +350,7 @@ def _normalize_scores(
 
 @cache_launches()
 def _differentiate_products(
-    products, grad, factors, grad_factors, HEADS: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr
+    products, grad, factors, grad_factors, HEADS: constexpr, CHOSEN: constexpr, BLOCK: constexpr
 ):
     """Replace a token's products for a head by their gradients, and store the factor's."""
     pair, slot = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -362,7 +363,7 @@ def _differentiate_products(
 
 @cache_launches()
 def _add_ordered_parts(
-    parts, order, starts, result, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr
+    parts, order, starts, result, WIDTH: constexpr, COLUMNS: constexpr, ENTRIES: constexpr
 ):  # fmt: skip
     """Add a key's parts to its result; `order` has their numbers from the key's start on."""
     key = tl.program_id(0).to(tl.int64)
