@@ -36,7 +36,6 @@ from drawloom.ports import (
     RunInfo,
     Schedule,
     StageFeature,
-    Stages,
     Tokenizer,
     add_reference_values,
     build_meta_module_if_known,
@@ -168,11 +167,6 @@ class FrozenStages(PassFeature):
 
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
         return FeatureStack(self.features).describe_model(whole, self.precision)
-
-    @property
-    def forward_stages(self) -> Stages:
-        """The model's stages on this rank, with memory and values."""
-        return self._stages
 
     def prepare_inputs(self, microbatches: Microbatches, runner: ForwardRunner) -> Microbatches:
         """Return the microbatches, on the last stage's rank with this model's values."""

@@ -128,7 +128,7 @@ def frozen_weights_of(use: str, values: Values, folder: Path) -> Any:
     teacher = {"use": use, "model": {"use": "model.auto", "path": str(Path("exported").absolute())}, **values}
     tables = {"teacher": teacher, "loss": {"use": "loss.distill"}}
     with _recipe(folder, **tables).open(only="teacher") as objects:
-        (stage,) = objects["teacher"].forward_stages.local
+        (stage,) = objects["teacher"]._stages.local
         return sum(float(parameter.double().sum()) for parameter in stage.module.parameters())
 
 
