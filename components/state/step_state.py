@@ -10,7 +10,7 @@ Numbers stay tensors on the device that computes them. One asynchronous copy for
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import attrs
 import torch
@@ -20,24 +20,6 @@ from drawloom.components.state.trees import ChooseSpec, Spec, list_leaves, map_l
 
 if TYPE_CHECKING:
     from drawloom.components.state.host_copy import HostCopy
-
-
-class StateView(Protocol):
-    """
-    Values of a step by name: the global view, or the sharded view of one microbatch.
-
-    A name is in a view if it can be read there. Reading a missing value raises MissingStateError; a value that cannot
-    be converted to the view raises PipelineStateError.
-    """
-
-    def __getitem__(self, key: str) -> Any: ...
-
-    def __setitem__(self, key: str, value: Any) -> None: ...
-
-    def __contains__(self, key: str) -> bool: ...
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, or the default if the view does not contain it."""
 
 
 class PipelineStateError(ValueError):
@@ -64,6 +46,9 @@ class StepState:
 
     Tensors are detached from their autograd graph when they are written. Values are shared, not copied: a reader does
     not change them in place. A value that is read in the other view is converted once, until it is written again.
+
+    A name is in a view if it can be read there. Reading a missing value raises MissingStateError; a value that cannot
+    be converted to the view raises PipelineStateError.
     """
 
     late_devices: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -96,11 +81,11 @@ class StepState:
         self._shards: dict[str, dict[int, Any]] = {}  # by microbatch, shards that were written or split off
         self._split: set[str] = set()  # names of values that were split off by an inferred spec
 
-    def microbatch(self, index: int) -> StateView:
+    def microbatch(self, index: int) -> "MicrobatchView":
         """Return the sharded view of one microbatch, counted from 0."""
         if not 0 <= index < self.microbatches:
             raise PipelineStateError(f"there is no microbatch({index}): microbatches are 0 to {self.microbatches - 1}")
-        return _MicrobatchView(self, index)
+        return MicrobatchView(self, index)
 
     def __getitem__(self, key: str) -> Any:
         if key in self._written:
@@ -250,7 +235,7 @@ class StepState:
 
 
 @attrs.frozen
-class _MicrobatchView:
+class MicrobatchView:
     """Sharded view of one microbatch, which reads and writes its shards in the state."""
 
     _state: StepState
