@@ -199,14 +199,6 @@ class Processes(Protocol):
         """Process count."""
 
     @property
-    def local_rank(self) -> int:
-        """This process's rank on its machine, from 0."""
-
-    @property
-    def local_world_size(self) -> int:
-        """Process count on this machine."""
-
-    @property
     def node_rank(self) -> int:
         """This machine's index in the launch, from 0."""
 

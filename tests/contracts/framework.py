@@ -120,10 +120,8 @@ def all_dtypes_are_floating_point(precision: Precision) -> None:
 
 
 def ranks_are_below_their_counts(processes: Processes) -> None:
-    """Rank, local rank and node rank are from 0 to below their counts."""
+    """Rank and node rank are from 0 to below their counts."""
     expect(0 <= processes.rank < processes.world_size, f"rank {processes.rank} is not below {processes.world_size}")
-    local = processes.local_rank, processes.local_world_size
-    expect(0 <= local[0] < local[1] <= processes.world_size, f"local rank {local[0]} is not below {local[1]}")
     node = processes.node_rank, processes.node_count
     expect(0 <= node[0] < node[1] <= processes.world_size, f"node rank {node[0]} is not below {node[1]}")
 
