@@ -19,7 +19,7 @@ from drawloom.components.planning.cost_sources import PlannedCosts
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, TooLargeError, plan
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph.cli.result import output, output_class
+from drawloom.graph.cli.command import output, output_class
 from drawloom.graph.inspect.serialize import serialize_nodes
 from drawloom.graph.project import Recipe
 from drawloom.graph.toml.emit import dump_toml

@@ -20,7 +20,7 @@ from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
 from drawloom.components.run.locks import is_lock_holder_alive
 from drawloom.components.storage.durable_files import open_untrusted_file
 from drawloom.components.storage.step_log import StepLine, parse_step_lines
-from drawloom.graph.cli.result import output, output_class
+from drawloom.graph.cli.command import output, output_class
 from drawloom.graph.inspect.serialize import flatten_inline_nodes, serialize_recipe
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.merged import MergedRecipe
