@@ -10,12 +10,12 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import tomli
 
 from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.mirror import fetch_run
 from drawloom.components.checkpoint.reader import (
     find_newest_valid_checkpoint,
     load_node_state,
     read_manifest_if_sizes_match,
 )
-from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.export.hf_writer import read_exported_step
 from drawloom.components.storage.durable_files import open_untrusted_file

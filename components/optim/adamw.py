@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 
 from drawloom import at_least, component, setting
-from drawloom.components.optim.adam_settings import AdamSettings
+from drawloom.components.optim.adam import AdamSettings
 from drawloom.components.optim.gradient_steps import FactorStep
 from drawloom.components.optim.parameter_groups import find_betas_fault
 from drawloom.components.optim.torch_optimizer import create_fastest_adamw
