@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import tomli
 
+from drawloom import Container
 from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.mirror import fetch_run
 from drawloom.components.checkpoint.reader import (
@@ -33,7 +34,6 @@ from drawloom.graph.cli.command import (
 )
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.graph.runtime.container import Container
 from drawloom.ports import FILES, AveragedWeights, FrozenModel, Stages, TokenCorpus
 
 

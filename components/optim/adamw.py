@@ -6,7 +6,6 @@ import torch
 
 from drawloom import at_least, component, setting
 from drawloom.components.optim.adam import AdamSettings
-from drawloom.components.optim.gradient_steps import FactorStep
 from drawloom.components.optim.parameter_groups import find_betas_fault
 from drawloom.components.optim.torch_optimizer import create_fastest_adamw
 
@@ -23,11 +22,6 @@ class AdamW(AdamSettings):
         check=find_betas_fault,
     )
     weight_decay: float = setting("decoupled weight decay coefficient", default=0.1, check=at_least(0))
-
-    @property
-    def defers_scaling(self) -> bool:
-        """Whether the launch on a GPU multiplies gradients by deferred factors."""
-        return all(isinstance(optimizer, FactorStep) for optimizer in self._optimizers)
 
     def _create_optimizers(self) -> list[torch.optim.Optimizer]:
         return [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom import NodeView, Problem, internal
-from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, FactorStep, WideGradientStep
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, WideGradientStep
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
     ParameterGroup,
@@ -156,8 +156,6 @@ class TorchOptimizer(HostStates):
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
         for optimizer in self._optimizers:
-            if isinstance(optimizer, FactorStep):
-                optimizer.factors = step.stack_and_clear_deferred_factors()
             step.apply_update_unless_skipped(partial(self._update_weights, optimizer, lr))
             optimizer.zero_grad()
         for streamed in [*self._streamed.values()][:1]:

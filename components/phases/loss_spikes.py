@@ -6,7 +6,6 @@ Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section 5.1: the same batches d
 
 import logging
 from statistics import fmean, pstdev
-from typing import ClassVar
 
 from drawloom import UserError, above, at_least, component, internal, setting
 from drawloom.ports import MovableData, NodeState, Step
@@ -27,8 +26,6 @@ class LossSpikes:
     With `go_back` the host waits for the loss before an update. Without it the host does not wait, and on a GPU the
     warning comes one step late.
     """
-
-    defers_scaling: ClassVar[bool] = True  # it reads no gradient
 
     data: MovableData
     window: int = setting("number of previous losses for the comparison", default=100, check=at_least(2))

@@ -8,14 +8,13 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from drawloom import RecipeError, ResolvedRecipe, UserError, component, internal, setting
+from drawloom import Recipe, RecipeError, ResolvedRecipe, UserError, component, internal, setting
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.search import describe_excess
 from drawloom.components.planning.text import format_time_percentages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.graph.project import Recipe
 from drawloom.ports import Device, Event, Interval, Processes, RunFolder
 
 log = logging.getLogger("drawloom.run")

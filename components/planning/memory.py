@@ -7,14 +7,13 @@ from functools import cached_property
 
 import attrs
 
-from drawloom import NodeView, RecipeError, ResolvedRecipe, UserError, above, component, setting
+from drawloom import NodeView, Recipe, RecipeError, ResolvedRecipe, UserError, above, component, setting
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.check import plan_run
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.search import describe_excess
 from drawloom.components.planning.text import describe_memory_choice
 from drawloom.graph.inspect.serialize import nest_groups, serialize_nodes
-from drawloom.graph.project import Recipe
 from drawloom.ports import Device, MemoryChoice, PassFeature, Processes, Program
 
 log = logging.getLogger("drawloom.run")

@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.graph import port
+from drawloom import port
 
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 """Mesh dimensions in the order of the rank numbering; the product of their sizes is the number of ranks."""

@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom import RecipeError, UserError, internal
+from drawloom import Recipe, RecipeError, UserError, internal
 from drawloom.components import ports
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.checkpoint.manifest import MANIFEST
@@ -35,7 +35,6 @@ from drawloom.components.proving.result import ProvedDifference, ProveResult
 from drawloom.components.proving.run import ProofRun, ProofSource, RefusedError, Subject, Values, run_and_record
 from drawloom.components.proving.smallest import DENSE, EXPERTS, FLOAT64, STEPS, list_smaller_values, merge_values
 from drawloom.graph.component import is_port_or_component
-from drawloom.graph.project import Recipe
 from drawloom.graph.testing.ports import BrokenContractError, check_port, load_contract
 from drawloom.graph.types.port_match import implements
 from drawloom.graph.wiring.graph import Graph

@@ -12,7 +12,6 @@ import attrs
 
 from drawloom import Every, NodeView, Ordered, Problem, above, at_least, component, internal, setting, wired
 from drawloom.components.run.recipe_checks import check_training_recipe
-from drawloom.graph.component import find_declared_reads_and_writes
 from drawloom.ports import (
     AfterRestore,
     EpochCounter,
@@ -29,7 +28,6 @@ from drawloom.ports import (
     Stop,
     StoppedError,
     StoppingPhase,
-    accepts_deferred_factors,
     count_steps_of_epochs,
 )
 
@@ -162,7 +160,7 @@ class Trainer:
             log.info("resuming after step %d", done)
 
     def _make_step(self, index: int) -> Step:
-        step = Step(index, self._total, defers_scaling=True)
+        step = Step(index, self._total)
         step.epochs = self._count_epochs_after(index - 1), self._count_epochs_after(index)
         if self.checkpointer:
             step.before_update = self.checkpointer.wait_until_staged
@@ -206,8 +204,6 @@ class Trainer:
         for name, phase in zip(self.phases.names, self.phases, strict=True):
             self.events.emit(Event("phase_started", step, name))
             asked = step.stop_reason
-            if name in self._gradient_reader_names:
-                step.apply_deferred_factors()
             saves = isinstance(phase, SavingPhase) and phase.saves_after(step)
             with self._emit_saving_events(step) if saves else nullcontext():
                 phase.run_phase(step)
@@ -229,16 +225,6 @@ class Trainer:
         from drawloom.components.run.skipped_steps import SkippedSteps  # a check counts none
 
         return SkippedSteps(self.max_skipped_steps)
-
-    @cached_property
-    def _gradient_reader_names(self) -> set[str]:
-        """Names of phases that read gradients, and need all deferred factors multiplied in first."""
-        values = {
-            name: (*find_declared_reads_and_writes(phase).reads, *find_declared_reads_and_writes(phase).changes)
-            for name, phase in zip(self.phases.names, self.phases, strict=True)
-            if not accepts_deferred_factors(phase)
-        }
-        return {name for name, read in values.items() if not {"gradients", "gradients?"}.isdisjoint(read)}
 
     def _agree_to_stop_after_step(self, step: Step, name: str, phase: Phase, before: str) -> None:
         """

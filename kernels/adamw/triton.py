@@ -4,8 +4,7 @@ AdamW in Triton, rounded to the nearest or stochastically: one launch for all we
 A table on the device holds the addresses of every weight, its gradient and its state. A second table assigns a weight
 and a part of it to every program. Two small tensors on the device hold the values that change from step to step, so a
 launch can be captured in a CUDA graph and replayed. Nothing is contracted into fused multiply-adds, and division
-and square root are rounded by IEEE 754, so the results are bitwise equal to the eager implementation. Gradients may
-have factors; products have the bits of tensors scaled in place.
+and square root are rounded by IEEE 754, so the results are bitwise equal to the eager implementation.
 
 With running means in 8 bits, a program decodes, updates and encodes blocks with 256 elements in a row, each with its
 own scale. The nearest code is computed from the number's place in its decade. Only blocks with a number beside a
@@ -26,11 +25,11 @@ from triton.language import constexpr
 
 from drawloom.kernels.adamw.eager import BLOCK as CODE_BLOCK
 from drawloom.kernels.adamw.eager import SMALLEST, ParamState, compute_values_and_midpoints
-from drawloom.kernels.gradients.eager import scale_and_sum_squares
 from drawloom.kernels.triton.primitives import (
     cache_launches,
     cdiv,
     limit_registers,
+    load_float32,
     load_or_zero,
     philox,
     round_stochastically,
@@ -81,13 +80,10 @@ class AdamwTriton:
         scalars: Tensor,
         counter: int | None = None,
         found_inf: Tensor | None = None,
-        factors: Tensor | None = None,
     ) -> None:
         """Update all weights and their state in place. The arguments are those of AdamwEager.step."""
         for indices, launch in self._launches:
-            launch.run(
-                [grads[index] for index in indices], *launch.upload_scalars(scalars, counter), found_inf, factors
-            )
+            launch.run([grads[index] for index in indices], *launch.upload_scalars(scalars, counter), found_inf)
 
 
 def _get_launch_group_key(param: ParamState) -> tuple[str, ...]:
@@ -146,43 +142,42 @@ class _FusedStep:
         scalars: Tensor,
         counter: Tensor | None = None,
         found_inf: Tensor | None = None,
-        factors: Tensor | None = None,
     ) -> None:
         """
         Launch the step with gradients (any shape) in the weights' order, and the tensors from `upload_scalars`.
 
-        The weights do not change if `found_inf` is not 0. `factors`, float32 (factors,), multiply the gradients.
+        The weights do not change if `found_inf` is not 0.
         """
-        grads, factors = _cast_and_scale_if_mixed_dtypes([_align_gradient(grad) for grad in grads], factors)
+        grads = [_align_gradient(grad) for grad in grads]
+        if len({grad.dtype for grad in grads}) > 1:  # rare enough for copies
+            grads = [grad.float() for grad in grads]
         addresses = [grad.data_ptr() for grad in grads]
         # Gradients move when they are freed and allocated again; the addresses of other tensors are constant.
         if addresses != self._addresses:
             rows = [_make_table_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
             self._table, self._addresses = upload(torch.tensor(rows), self._device), addresses
         tables = self._table, self._parts, self._weight_decays
-        numbers = scalars, 0 if scalars.ndim == 1 else scalars.stride(0), counter, found_inf, factors
+        numbers = scalars, 0 if scalars.ndim == 1 else scalars.stride(0), counter, found_inf
         likes = self._likes[0], grads[0].view(-1)[:0]
-        arguments, factor_count = (*tables, *numbers, *likes), 0 if factors is None else len(factors)
+        arguments = *tables, *numbers, *likes
         if self._has_codes:
-            self._launch_with_codes(arguments, factor_count)
+            self._launch_with_codes(arguments)
             return
         _adamw_kernel[(len(self._parts),)](
             *arguments,
             self._likes[1],
             **self._constants,
-            FACTORS=factor_count,
             PART=PART,
             BLOCK=BLOCK,
             TABLE_COLUMNS=TABLE_COLUMNS,
             enable_fp_fusion=False,
         )
 
-    def _launch_with_codes(self, arguments: tuple[Any, ...], factor_count: int) -> None:
+    def _launch_with_codes(self, arguments: tuple[Any, ...]) -> None:
         whole = self._params[0].has_whole_blocks and self._constants["ALIGNED"]
         _adamw_8bit_kernel[(len(self._parts),)](
             *arguments,
             _upload_code_values_and_midpoints(self._device),
-            FACTORS=factor_count,
             ROWS=self._constants["ROWS"],
             PAIRS=whole and self._constants["PAIRS"],
             WHOLE=whole,
@@ -221,43 +216,18 @@ def _upload_code_values_and_midpoints(device: torch.device) -> Tensor:
     return upload(torch.cat(padded), device)
 
 
-def _cast_and_scale_if_mixed_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
-    """
-    Return gradients (any shapes) in one dtype, as a launch needs, and remaining factors, float32 (factors,).
-
-    Mixed dtypes are rare enough for copies.
-    """
-    if len({grad.dtype for grad in grads}) == 1:
-        return grads, factors
-    for factor in () if factors is None else factors.double():
-        scale_and_sum_squares(grads, factor)
-    return [grad.float() for grad in grads], None
-
-
 def _align_gradient(grad: Tensor) -> Tensor:
     """Return the gradient, contiguous and aligned for vectorized loads."""
     grad = grad.contiguous()
     return grad if grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
 
 
-@triton.jit
-def multiply_by_factors(gradients, factors, FACTORS: constexpr):
-    """Return gradients, in float32, times all factors; every product is rounded to their own dtype."""
-    dtype = gradients.dtype
-    gradients = gradients.to(tl.float32)
-    for number in tl.static_range(FACTORS):
-        gradients = (gradients * tl.load(factors + number)).to(dtype).to(tl.float32)
-    return gradients
-
-
 # fmt: off
 @cache_launches()
 def _adamw_kernel(
-    table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like,
-    exp_avg_like,
+    table, parts, decays, scalars, scalars_stride, counter, found_inf, weight_like, grad_like, exp_avg_like,
     ALIGNED: constexpr, ROWS: constexpr, PAIRS: constexpr, AMSGRAD: constexpr, MASTER: constexpr,
-    MAXIMIZE: constexpr, FACTORS: constexpr, PART: constexpr, BLOCK: constexpr,
-    TABLE_COLUMNS: constexpr,
+    MAXIMIZE: constexpr, PART: constexpr, BLOCK: constexpr, TABLE_COLUMNS: constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -287,11 +257,10 @@ def _adamw_kernel(
         else:
             index = _parameter_index(element, first, width, stride, ROWS)
         if start + block + BLOCK <= count:
-            _update_elements(tensors, factors, element, None, key, index, noise_step, step, PAIRS, AMSGRAD, MASTER,
-                    MAXIMIZE, FACTORS)
+            _update_elements(tensors, element, None, key, index, noise_step, step, PAIRS, AMSGRAD, MASTER, MAXIMIZE)
         else:
-            _update_elements(tensors, factors, element, element < count, key, index, noise_step, step, PAIRS, AMSGRAD,
-                    MASTER, MAXIMIZE, FACTORS)
+            _update_elements(tensors, element, element < count, key, index, noise_step, step, PAIRS, AMSGRAD, MASTER,
+                    MAXIMIZE)
 
 
 @triton.jit
@@ -342,15 +311,15 @@ def _parameter_index(element, first, width, stride, ROWS: constexpr):
 
 @triton.jit
 def _update_elements(
-    tensors, factors, element, mask, key, index, counter, step, PAIRS: constexpr, AMSGRAD: constexpr,
-    MASTER: constexpr, MAXIMIZE: constexpr, FACTORS: constexpr,
+    tensors, element, mask, key, index, counter, step, PAIRS: constexpr, AMSGRAD: constexpr,
+    MASTER: constexpr, MAXIMIZE: constexpr,
 ):
     # fmt: on
     """Update elements by AdamW, with noise for the parameter indices `index`, of all elements or only the even ones."""
     weight, grad, exp_avg, exp_avg_sq, max_sq, remainder = tensors
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = step
     old = _load_weight(weight, remainder, element, mask, MASTER)
-    g = multiply_by_factors(tl.load(grad + element, mask=mask), factors, FACTORS)
+    g = tl.load(grad + element, mask=mask).to(tl.float32)
     m = tl.load(exp_avg + element, mask=mask).to(tl.float32)
     s = tl.load(exp_avg_sq + element, mask=mask).to(tl.float32)
     if MAXIMIZE:
@@ -399,8 +368,8 @@ def _round_by_half_of_word(x, word, index, PAIRS: constexpr):
 # fmt: off
 @cache_launches()
 def _adamw_8bit_kernel(
-    table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like, maps,
-    FACTORS: constexpr, ROWS: constexpr, PAIRS: constexpr, WHOLE: constexpr, MASTER: constexpr,
+    table, parts, decays, scalars, scalars_stride, counter, found_inf, weight_like, grad_like, maps,
+    ROWS: constexpr, PAIRS: constexpr, WHOLE: constexpr, MASTER: constexpr,
     MAXIMIZE: constexpr, BLOCK: constexpr, PROGRAM_BLOCKS: constexpr, TABLE_COLUMNS: constexpr,
     SMALLEST: constexpr,
 ):
@@ -434,7 +403,7 @@ def _adamw_8bit_kernel(
             mask = (block % by_row) * BLOCK + tl.arange(0, BLOCK) < width
         element = start + tl.arange(0, BLOCK)
         old = _load_weight(weight, remainder, element, mask, MASTER)
-        g = multiply_by_factors(load_or_zero(grad + element, mask), factors, FACTORS)
+        g = load_float32(grad + element, mask)
         if MAXIMIZE:
             g = -g
         m = tl.load(maps + load_or_zero(mean + element, mask).to(tl.int32)) * tl.load(mean_scale + block)
