@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drawloom.components.checkpoint.manifest import CorruptCheckpointError, Manifest
 from drawloom.components.checkpoint.reader import read_manifest, read_manifest_if_sizes_match, verify_checkpoint
-from drawloom.components.storage.sha256_stream import FileDigest
+from drawloom.components.storage.durable_files import FileDigest
 from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph import UserError
 from support.checkpoints import save_steps
