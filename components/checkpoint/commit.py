@@ -24,9 +24,8 @@ from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.distributed.threads import map_parallel
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.durable_files import create_folder_unless_link
+from drawloom.components.storage.durable_files import FileDigest, create_folder_unless_link
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
-from drawloom.components.storage.sha256_stream import FileDigest
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.ports import Group
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.storage.durable_files import list_folder
-from drawloom.components.storage.sha256_stream import FileDigest
+from drawloom.components.storage.durable_files import FileDigest, list_folder
 from drawloom.components.storage.strict_json import hash_canonical
 
 FOLDER = "checkpoints"
