@@ -1,6 +1,5 @@
 """Memory policy from plans: keep, recompute, offload or quantize, within limits."""
 
-import logging
 import tomllib
 from collections.abc import Iterator
 from functools import cached_property
@@ -14,9 +13,7 @@ from drawloom.components.planning.plan import plan
 from drawloom.components.planning.search import describe_excess
 from drawloom.components.planning.text import describe_memory_choice
 from drawloom.graph.inspect.serialize import nest_groups, serialize_nodes
-from drawloom.ports import Device, MemoryChoice, PassFeature, Processes, Program
-
-log = logging.getLogger("drawloom.run")
+from drawloom.ports import Device, MemoryChoice, PassFeature, Processes, Program, run_log
 
 
 @component(impact="safe")
@@ -74,5 +71,5 @@ class PlannedMemory(PassFeature):
         planned = plan_run(recipe, self.device, self.processes)
         if planned.choice is None or not planned.fits:
             raise UserError(describe_excess(recipe, planned))
-        log.info("memory  %s", describe_memory_choice(planned))
+        run_log.info("memory  %s", describe_memory_choice(planned))
         return planned.choice

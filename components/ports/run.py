@@ -18,6 +18,9 @@ from drawloom import Problem, above, internal, port, setting
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.state.step_state import StepState
 
+run_log = logging.getLogger("drawloom.run")
+"""The run's log, whose messages rank 0 also prints."""
+
 PRINTED = "printed"
 """Mark of a record that was already printed on the terminal."""
 
