@@ -306,7 +306,6 @@ def _point_path_to_copy(data: dict[str, Any], copies: Path) -> None:
         node[copies.name] = str(copy if copy.is_file() else copies)
 
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 

@@ -179,12 +179,8 @@ def list_output_formats(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(format for cls in find_result_classes(function) for format in cls.formats))
 
 
-__all__ = ["Command", "Count", "OverlayCommand", "RecipeCommand", "argument", "command", "option"]
-__all__ += ["FAILED", "INVALID", "JSON", "OK", "STOPPED", "Result", "TextResult", "internal", "output"]
-__all__ += ["Problem", "Project", "Recipe", "RecipeError", "UserError", "output_class"]
-__all__ += ["format_table", "print_escaped_text"]
-
-T = TypeVar("T")
+# Names of other modules, for commands
+__all__ = ["Problem", "Project", "Recipe", "RecipeError", "UserError", "format_table", "print_escaped_text"]
 
 Count = Annotated[int, at_least(1)]
 """Type for a positive count. A check in an annotation replaces `check`."""
