@@ -87,7 +87,7 @@ class Checkpointer:
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
         # imported where they are used: a check needs the settings alone, and few runs survive losses
-        from drawloom.components.checkpoint.manifest import FOLDER
+        from drawloom.components.checkpoint.commit import FOLDER
         from drawloom.components.checkpoint.saves import Retention, Saves
 
         self._saves = Saves(

@@ -10,7 +10,7 @@ from typing import ClassVar
 import attrs
 
 from drawloom import ResolvedRecipe, UserError, above, component, internal, setting
-from drawloom.components.checkpoint.manifest import (
+from drawloom.components.checkpoint.commit import (
     FOLDER,
     MANIFEST,
     STEP,

@@ -18,14 +18,14 @@ import attrs
 from torch import Tensor
 
 from drawloom import UserError, internal
-from drawloom.components.checkpoint.commit import tree_file_name
-from drawloom.components.checkpoint.manifest import (
+from drawloom.components.checkpoint.commit import (
     FOLDER,
     FORMAT,
     MANIFEST,
     CorruptCheckpointError,
     Manifest,
     list_checkpoints,
+    tree_file_name,
 )
 from drawloom.components.checkpoint.pieces import assemble_pieces, find_rows_unless_all, is_piece_needed
 from drawloom.components.distributed.threads import map_parallel

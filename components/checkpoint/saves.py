@@ -13,7 +13,7 @@ import torch
 
 from drawloom import ResolvedRecipe, UserError, internal
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.manifest import CorruptCheckpointError, list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.commit import CorruptCheckpointError, list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.distributed.threads import submit_in_new_thread

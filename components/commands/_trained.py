@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drawloom import Container
-from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.commit import FOLDER, list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.mirror import fetch_run
 from drawloom.components.checkpoint.reader import (
     find_newest_valid_checkpoint,

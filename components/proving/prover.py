@@ -21,8 +21,8 @@ import torch
 
 from drawloom import Recipe, RecipeError, UserError, internal
 from drawloom.components import ports
-from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
-from drawloom.components.checkpoint.manifest import MANIFEST
+from drawloom.components.checkpoint.commit import FOLDER as CHECKPOINTS
+from drawloom.components.checkpoint.commit import MANIFEST
 from drawloom.components.proving.compare import (
     Compared,
     Key,

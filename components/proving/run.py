@@ -18,7 +18,7 @@ import attrs
 from safetensors.torch import load_file
 
 from drawloom import Recipe, RecipeError, UserError
-from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
+from drawloom.components.checkpoint.commit import FOLDER as CHECKPOINTS
 from drawloom.components.phases.report import Report
 from drawloom.components.proving.recorder import ProofRecorder, RankRecord
 from drawloom.components.proving.smallest import (

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import attrs
 
 from drawloom import RecipeError, UserError
-from drawloom.components.checkpoint.manifest import FOLDER, Manifest, list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.commit import FOLDER, Manifest, list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.reader import read_manifest_if_sizes_match
 from drawloom.components.report.ettr import compute_ettr, sum_recovery_seconds
 from drawloom.components.report.events import RunLog, read_log

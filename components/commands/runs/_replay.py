@@ -21,8 +21,8 @@ import attrs
 import tomli
 
 from drawloom import Recipe, UserError
-from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.commit import FOLDER as CHECKPOINTS
+from drawloom.components.checkpoint.commit import list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.phase_hashes import get_hashes_file_name
 from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
 from drawloom.components.commands._recipes import read_mesh_sizes
