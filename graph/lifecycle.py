@@ -29,78 +29,6 @@ class Openable(Protocol):
 
 
 @runtime_checkable
-class Closable(Protocol):
-    """A component with resources to release, also if `open` has failed half-way."""
-
-    def close(self) -> None:
-        """Release all resources."""
-
-
-@runtime_checkable
-class FailureHandler(Protocol):
-    """A handler of the exception at the end of a failed run."""
-
-    def on_failure(self, error: BaseException) -> BaseException | None:
-        """Handle the exception, and return an exception to raise in its place, or None."""
-
-
-@runtime_checkable
-class Predecessor(Protocol):
-    """A component with values for its successor: the same node, when a graph is opened again after a failure."""
-
-    def hand_over(self) -> Any:
-        """Return values for this node in the next attempt; called on an open component, before it is closed."""
-
-    def take_over(self, values: Any) -> None:
-        """Receive the result from `hand_over` in the failed attempt, before the first node is opened."""
-
-
-@runtime_checkable
-class LifecycleWatcher(Protocol):
-    """A component around the opening and closing of others, such as a timeout."""
-
-    def lifecycle_context(self, stage: LifecycleStage, node: str) -> AbstractContextManager[None]:
-        """Return a context for opening or closing a node."""
-
-
-@runtime_checkable
-class MachineUser(Protocol):
-    """A user of a file or device that this machine may lack."""
-
-    def check_before_open(self) -> None:
-        """
-        Raise UserError if this machine lacks a file or device of the settings.
-
-        Called before the first node is opened; it reads little, leaves nothing open, and uses other nodes only as they
-        are before `open`.
-        """
-
-
-@runtime_checkable
-class Previewable(Protocol):
-    """A component with a description of the run before its first step."""
-
-    def preview(self) -> str:
-        """Return a text for `run --dry-run`; the component is open."""
-
-
-@runtime_checkable
-class StepSource(Protocol):
-    """A root component whose run can be watched step by step."""
-
-    def run_and_yield_steps(self) -> Iterator[Any]:
-        """Run, and yield every step when it has ended."""
-
-
-@runtime_checkable
-class OutcomeSource(Protocol):
-    """A component with facts about an ended run, for `run --format json`."""
-
-    def outcome(self) -> Mapping[str, Any]:
-        """Return facts about the ended run as data for JSON; called on an open component."""
-
-
-@runtime_checkable
 class Constrained(Protocol):
     """A component class with constraints on several settings, or on settings of neighbours."""
 
@@ -110,17 +38,44 @@ class Constrained(Protocol):
 
 
 @runtime_checkable
-class Annotated(Protocol):
-    """A component class with notes on its node."""
+class OptionalMethods(Protocol):
+    """Further methods that a component may have, each alone; they are looked up by their names."""
+
+    def close(self) -> None:
+        """Release all resources."""
+
+    def on_failure(self, error: BaseException) -> BaseException | None:
+        """Handle the exception, and return an exception to raise in its place, or None."""
+
+    def hand_over(self) -> Any:
+        """Return values for this node in the next attempt; called on an open component, before it is closed."""
+
+    def take_over(self, values: Any) -> None:
+        """Receive the result from `hand_over` in the failed attempt, before the first node is opened."""
+
+    def lifecycle_context(self, stage: LifecycleStage, node: str) -> AbstractContextManager[None]:
+        """Return a context for opening or closing a node."""
+
+    def check_before_open(self) -> None:
+        """
+        Raise UserError if this machine lacks a file or device of the settings.
+
+        Called before the first node is opened; it reads little, leaves nothing open, and uses other nodes only as they
+        are before `open`.
+        """
+
+    def preview(self) -> str:
+        """Return a text for `run --dry-run`; the component is open."""
+
+    def run_and_yield_steps(self) -> Iterator[Any]:
+        """Run, and yield every step when it has ended."""
+
+    def outcome(self) -> Mapping[str, Any]:
+        """Return facts about the ended run as data for JSON; called on an open component."""
 
     @classmethod
     def notes(cls, node: Any) -> Iterable[str]:
         """Yield lines about a node for `explain`, and for `draw` with the focus on the node."""
-
-
-@runtime_checkable
-class ImpactRules(Protocol):
-    """A component class with its own rules for resuming with other values."""
 
     @classmethod
     def resume_impact(cls, node: Any, key: str, before: Any) -> Impact | tuple[Impact, str] | None:
@@ -129,11 +84,6 @@ class ImpactRules(Protocol):
 
         `node` has the new value; `before` is the old one as in TOML, None if it is unknown.
         """
-
-
-@runtime_checkable
-class FolderSettings(Protocol):
-    """A component class with settings that depend on the folder of the recipe."""
 
     @classmethod
     def settings_to_stay_in_folder(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from drawloom.kernels.costs import register_costs
+from drawloom.kernels.operation import register_costs
 
 # An operator, so a plan sees it among a module's operators.
 torch.library.define("drawloom::copy_host_memory", "(Tensor copied) -> Tensor")

@@ -1,6 +1,5 @@
 """Checkpointer: when checkpoints are saved, and which state a run continues from."""
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -22,13 +21,12 @@ from drawloom.ports import (
     describe_cadence_fault,
     exclude_from_rates,
     is_due,
+    run_log,
 )
 
 if TYPE_CHECKING:
     from drawloom.components.checkpoint.peer_memory import PeerMemory, StateMemory
     from drawloom.components.checkpoint.saves import Saves
-
-run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
 
 
 @component(reads=("weights", "loss?", "validation_loss?", "skip?"), impact="safe")
@@ -89,7 +87,7 @@ class Checkpointer:
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
         # imported where they are used: a check needs the settings alone, and few runs survive losses
-        from drawloom.components.checkpoint.manifest import FOLDER
+        from drawloom.components.checkpoint.commit import FOLDER
         from drawloom.components.checkpoint.saves import Retention, Saves
 
         self._saves = Saves(

@@ -3,11 +3,12 @@ Commit protocol: a checkpoint is written under a temporary name, and renamed whe
 
 A crash or a power cut at any system call leaves the earlier checkpoints, with or without the new one: files are fsynced
 before the manifest that lists them, everything before the rename, and the rename before expired checkpoints are
-removed.
+removed. The manifest is verified first: it has every file's size and block digests (SHA-256), and its own checksum.
 """
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,16 +20,67 @@ import attrs
 from torch import Tensor
 
 from drawloom import ResolvedRecipe, UserError
-from drawloom.components.checkpoint.manifest import MANIFEST, Manifest, step_of_checkpoint
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.distributed.threads import map_parallel
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.durable_files import create_folder_unless_link
+from drawloom.components.storage.durable_files import FileDigest, create_folder_unless_link, list_folder
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
-from drawloom.components.storage.sha256_stream import FileDigest
+from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.ports import Group
+
+FOLDER = "checkpoints"
+STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+FORMAT = 3
+MANIFEST = "manifest.json"
+
+
+class CorruptCheckpointError(Exception):
+    """A checkpoint that differs from its committed content; the message has the files and their faults."""
+
+
+@attrs.frozen
+class Manifest:
+    """
+    Checkpoint content: step, recipe hash, rank count, and all files.
+
+    `replicated` names the nodes with equal state on all ranks, saved by rank 0, `local` the nodes with separate states
+    by rank, and `sharded` the nodes with entries sharded over ranks. `values` are the step's metrics, such as the
+    loss, from which retention chooses the best; None for a value that is not finite.
+    """
+
+    step: int
+    recipe: str
+    world_size: int
+    replicated: list[str]
+    local: list[str]
+    files: dict[str, FileDigest]
+    sharded: list[str] = attrs.field(factory=list)
+    values: dict[str, float | None] = attrs.field(factory=dict)
+
+    def to_json_bytes(self) -> bytes:
+        """Return the text for `manifest.json`."""
+        content = {"format": FORMAT, **attrs.asdict(self)}
+        return json.dumps({**content, "digest": hash_canonical(content)}, indent=1).encode() + b"\n"
+
+    @property
+    def total_file_bytes(self) -> int:
+        """Total file size."""
+        return sum(content.size for content in self.files.values())
+
+
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Return all committed checkpoint folders, valid or not, ordered by step."""
+    return sorted(
+        (checkpoints / name for name in list_folder(checkpoints) if STEP.fullmatch(name)), key=step_of_checkpoint
+    )
+
+
+def step_of_checkpoint(checkpoint: Path) -> int:
+    """Return a checkpoint's step, from its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
 
 TEMP = ".tmp-"  # being written
 TRASH = ".trash-"  # being removed

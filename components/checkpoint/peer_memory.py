@@ -33,12 +33,11 @@ from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
 from drawloom.components.distributed.threads import submit_in_new_thread
 from drawloom.components.state.trees import map_leaves
-from drawloom.ports import Cadence, Group, Mesh, Processes, Stateful, Step, is_due
+from drawloom.ports import Cadence, Group, Mesh, Processes, Stateful, Step, is_due, run_log
 
 CLOSE_TIMEOUT = 20.0  # seconds
 
 log = logging.getLogger("drawloom.checkpoint")
-run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
 
 
 @attrs.define(eq=False)

@@ -18,21 +18,20 @@ import attrs
 from torch import Tensor
 
 from drawloom import UserError, internal
-from drawloom.components.checkpoint.commit import tree_file_name
-from drawloom.components.checkpoint.manifest import (
+from drawloom.components.checkpoint.commit import (
     FOLDER,
     FORMAT,
     MANIFEST,
     CorruptCheckpointError,
     Manifest,
     list_checkpoints,
+    tree_file_name,
 )
 from drawloom.components.checkpoint.pieces import assemble_pieces, find_rows_unless_all, is_piece_needed
 from drawloom.components.distributed.threads import map_parallel
-from drawloom.components.storage.durable_files import list_folder, read_file
+from drawloom.components.storage.durable_files import FileDigest, count_hash_blocks, list_folder, read_file
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_header_entries, read_tensor
-from drawloom.components.storage.sha256_stream import FileDigest, count_hash_blocks
 from drawloom.components.storage.state_tree import (
     Tree,
     iterate_tensor_names_and_slices,

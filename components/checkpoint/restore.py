@@ -10,7 +10,7 @@ import attrs
 from torch import Tensor
 
 from drawloom import RecipeError, ResolvedRecipe, UserError
-from drawloom.components.checkpoint.manifest import CorruptCheckpointError, Manifest
+from drawloom.components.checkpoint.commit import CorruptCheckpointError, Manifest
 from drawloom.components.checkpoint.reader import (
     CheckpointReader,
     Slices,

@@ -13,13 +13,13 @@ import torch
 
 from drawloom import ResolvedRecipe, UserError, internal
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.manifest import CorruptCheckpointError, list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.commit import CorruptCheckpointError, list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.distributed.threads import submit_in_new_thread
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.ports import Durable, Group, GrowingState, Stager, Stateful, Step
+from drawloom.ports import Durable, Group, GrowingState, Stager, Stateful, Step, run_log
 
 Values = Mapping[str, float | None]
 """Metrics of a step; None for a value that is not finite."""
@@ -104,7 +104,6 @@ CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a pending checkpoin
 REMEDY = "repair the disk or free space, and start the run again: it resumes from the newest checkpoint"
 
 log = logging.getLogger("drawloom.checkpoint")
-run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT}

@@ -2,8 +2,7 @@
 
 import attrs
 
-from drawloom import UserError
-from drawloom.graph.project import Recipe
+from drawloom import Recipe, UserError
 from drawloom.graph.wiring.graph import Graph
 from drawloom.ports import FrozenModel, Mesh, PerDimension, Schedule, choose_micro_size
 

@@ -1,21 +1,25 @@
-"""Models with checkpoint weights from run folders, for read-only commands."""
+"""Models with checkpoint weights from run folders, for read-only commands, and inference over documents."""
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import tomli
+import torch
+from torch import Tensor
 
-from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, step_of_checkpoint
+from drawloom import Container
+from drawloom.components.checkpoint.commit import FOLDER, list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.mirror import fetch_run
 from drawloom.components.checkpoint.reader import (
     find_newest_valid_checkpoint,
     load_node_state,
     read_manifest_if_sizes_match,
 )
-from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.export.hf_writer import read_exported_step
 from drawloom.components.storage.durable_files import open_untrusted_file
@@ -33,8 +37,7 @@ from drawloom.graph.cli.command import (
 )
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.graph.runtime.container import Container
-from drawloom.ports import FILES, AveragedWeights, FrozenModel, Stages, TokenCorpus
+from drawloom.ports import FILES, AveragedWeights, FrozenModel, Stages, TokenContext, TokenCorpus
 
 
 def parse_run_or_mirror(text: str) -> Path | str:
@@ -306,3 +309,31 @@ def _point_path_to_copy(data: dict[str, Any], copies: Path) -> None:
         copies = copies.absolute()  # relative paths of the lock file have another folder
         copy = copies / Path(named).name
         node[copies.name] = str(copy if copy.is_file() else copies)
+
+
+R = TypeVar("R")
+
+
+def infer_documents(
+    documents: Iterable[T], size: int, infer: Callable[[Sequence[T]], Iterable[R] | None]
+) -> Iterator[tuple[T, R]]:
+    """
+    Yield every document with its result; `infer` returns the results for at most `size` documents.
+
+    Raises UserError if `infer` returns None, as on ranks without the last stage.
+    """
+    remaining = iter(documents)
+    while batch := [*islice(remaining, size)]:
+        if (results := infer(batch)) is None:
+            raise UserError("the last pipeline stage is on another rank; start one process, with mesh.pipeline=1", 2)
+        yield from zip(batch, results, strict=True)
+
+
+def pad_documents(documents: Sequence[Tensor | Sequence[int]]) -> tuple[Tensor, TokenContext]:
+    """Return documents as rows, int64 (documents, length), with their context; padding is a separate document."""
+    lengths = torch.tensor([len(ids) for ids in documents])
+    tokens = torch.zeros(len(documents), max(1, int(lengths.max())), dtype=torch.int64)
+    for row, ids in zip(tokens, documents, strict=True):
+        row[: len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
+    positions = torch.arange(tokens.shape[1]).repeat(len(documents), 1)
+    return tokens, TokenContext(positions, (positions >= lengths[:, None]).long())

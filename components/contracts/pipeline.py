@@ -130,22 +130,19 @@ class _Head:
         return function(self.logits(hidden).flatten(0, 1), *parts).view(hidden.shape[:-1])
 
 
-def _make_token_batch(rows: int = 4) -> TokenBatch:
-    """Return rows with 6 tokens and different weights, some without a target."""
-    tokens = torch.arange(6 * rows).reshape(rows, 6) % VOCAB
+def _make_token_batch() -> TokenBatch:
+    """Return 4 rows with 6 tokens and different weights, some without a target."""
+    tokens = torch.arange(24).reshape(4, 6) % VOCAB
     targets = (tokens + 1) % VOCAB
     targets[:, 5] = IGNORE_INDEX
-    weights = (torch.arange(1.0, 6 * rows + 1).reshape(rows, 6) / 7).masked_fill(targets == IGNORE_INDEX, 0)
-    return TokenBatch(tokens, targets, torch.arange(6).repeat(rows, 1), torch.zeros_like(tokens), weights)
-
-
-def _take_rows(batch: TokenBatch, first: int, last: int) -> TokenBatch:
-    return batch.take_rows(slice(first, last))
+    weights = (torch.arange(1.0, 25).reshape(4, 6) / 7).masked_fill(targets == IGNORE_INDEX, 0)
+    return TokenBatch(tokens, targets, torch.arange(6).repeat(4, 1), torch.zeros_like(tokens), weights)
 
 
 def _make_inputs(loss: Loss) -> tuple[Tensor, _Head, TokenBatch]:
     """
     Return hidden states, a head and rows, and give the loss's module, if it has one, initial values in float64.
+
 
     The hidden states are as wide as a module needs.
     """
@@ -201,7 +198,8 @@ def sums_over_microbatches_add_up_to_the_batch(loss: Loss) -> None:
     hidden, head, batch = _make_inputs(loss)
     whole = _name_all_sums(_compute_loss(loss, hidden, head, batch))
     parts = [
-        _name_all_sums(_compute_loss(loss, hidden[a:b], head, _take_rows(batch, a, b))) for a, b in ((0, 1), (1, 4))
+        _name_all_sums(_compute_loss(loss, hidden[rows], head, batch.take_rows(rows)))
+        for rows in (slice(0, 1), slice(1, 4))
     ]
     for name, value in whole.items():
         expect(all(name in part for part in parts), f"{name} is not in every microbatch")

@@ -92,7 +92,8 @@ class Loader:
     )
     _step: int = internal(0)
     _offset: int = internal(0)  # rows consumed beyond those of as many steps of the present size
-    _last_changed_step: int = internal(0)
+    last_changed_step: int = internal(0)
+    """Last step with another batch size, order or corpus; `list_rows_on_all_ranks` is valid after it."""
     _workers: "Workers | None" = internal(None)
     _stream: Iterator[Batch] | None = internal(None)
     _checked: bool = internal(False)
@@ -159,11 +160,6 @@ class Loader:
         """Return a step's row numbers, over all ranks."""
         return self._rows.rows_at(range(self._compute_start_position(step), self._compute_start_position(step + 1)))
 
-    @property
-    def last_changed_step(self) -> int:
-        """Last step taken with another batch size, order or corpus; `list_rows_on_all_ranks` is valid after it."""
-        return self._last_changed_step
-
     def cumulative_tokens_by_source(self, step: int) -> dict[str, float]:
         """
         Return the tokens per source in all steps up to and including this one.
@@ -200,8 +196,8 @@ class Loader:
         """
         self._first_rows = self._first_rows or self._compute_first_rows_digest(self._rows)
         state: NodeState = {"step": self._step, "position": self.next_row_position, "first_rows": self._first_rows}
-        if self._last_changed_step:
-            state |= {"since": self._last_changed_step, "offset": self._offset}
+        if self.last_changed_step:
+            state |= {"since": self.last_changed_step, "offset": self._offset}
         mixed = [segment for segment in self._rows.segments if segment.shares.keys() != {""}]
         if mixed:
             state["shares"] = {str(segment.start): dict(segment.shares) for segment in mixed}
@@ -223,7 +219,7 @@ class Loader:
         earlier = RowStream(self._rows.sources, self.order, segments) if segments else self._rows
         has_old_rows = state.get("first_rows", digest := self._compute_first_rows_digest(earlier)) == digest
         is_unchanged = has_old_rows and self._offset == state.get("offset", 0)
-        self._last_changed_step = state.get("since", 0) if is_unchanged else step
+        self.last_changed_step = state.get("since", 0) if is_unchanged else step
 
     def _compute_first_rows_digest(self, stream: "RowStream") -> str:
         """Return a digest for the order's first row numbers and the first row's content."""

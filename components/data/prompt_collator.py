@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from drawloom import component, wired
-from drawloom.components.data.chat.encode import encode_prompt_messages
-from drawloom.components.data.chat.prompt_renderer import PromptRenderer
+from drawloom.components.data.chat.encode import PromptRenderer, encode_prompt_messages
 from drawloom.ports import Batch, ChatTokenizer, Environment, Example, PromptBatch, complete_prompt, find_end_ids
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from drawloom import UserError, component, setting
-from drawloom.components.data.chat.encode import encode_message_alone, encode_prompt_messages
-from drawloom.components.data.chat.prompt_renderer import PromptRenderer
+from drawloom.components.data.chat.encode import PromptRenderer, encode_message_alone, encode_prompt_messages
 from drawloom.components.data.chat.template import RenderError
 from drawloom.ports import ChatTokenizer
 

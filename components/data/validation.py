@@ -1,12 +1,9 @@
 """Validation split: the same rows at every evaluation, partitioned over the data-parallel ranks."""
 
-import logging
 from collections.abc import Iterator
 
 from drawloom import at_least, component, setting
-from drawloom.ports import Batch, Batching, PackedDataset
-
-log = logging.getLogger("drawloom.run")
+from drawloom.ports import Batch, Batching, PackedDataset, run_log
 
 
 @component(impact="safe")
@@ -20,7 +17,7 @@ class Validation:
     def open(self) -> None:
         """Log that there is no evaluation if the corpus has no validation rows."""
         if self.rows.count_rows("validation") == 0:
-            log.info("the validation split is empty, so there is no evaluation")
+            run_log.info("the validation split is empty, so there is no evaluation")
 
     def count_evaluated_and_total_rows(self) -> tuple[int, int]:
         """Count the evaluated rows over all ranks, and all validation rows."""

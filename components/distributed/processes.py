@@ -63,14 +63,6 @@ class TorchProcesses:
         return self._launch.world_size
 
     @property
-    def local_rank(self) -> int:
-        return self._launch.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        return self._launch.local_world_size
-
-    @property
     def node_rank(self) -> int:
         return self._launch.node_rank
 

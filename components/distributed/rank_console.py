@@ -14,7 +14,7 @@ from drawloom.components.distributed.launch_store import (
     connect_to_launch_store,
 )
 from drawloom.components.distributed.torchrun import Launch, read_launch
-from drawloom.graph.cli.result import Console
+from drawloom.graph.cli.command import Console
 
 STORE_TIMEOUT = 3.0  # seconds for the store of torchrun to answer
 HEAD_START = 2.0  # seconds; if all ranks find the same problem, rank 0 prints it, whose log people read first

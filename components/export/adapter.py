@@ -1,7 +1,6 @@
 """Exports a run's adapters in PEFT's format."""
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -21,10 +20,9 @@ from drawloom.ports import (
     ADAPTER_CONFIG,
     STATE,
     Settings,
+    run_log,
     trains_base_weights,
 )
-
-log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
 
 
 @component(impact="safe")
@@ -69,7 +67,7 @@ class AdapterExport(FolderExport):
     def open(self) -> None:
         """Log if there is nothing to export."""
         if not self.stages.adapters:
-            log.info("all weights are trained, without adapters, so there is no folder %s", self._target)
+            run_log.info("all weights are trained, without adapters, so there is no folder %s", self._target)
 
     def has_result_of_step(self, step: int) -> bool:
         """Return whether there are no adapters, or the folder is from this step. A collective, with equal results."""

@@ -1,6 +1,5 @@
 """Folder with a model's initial weights: an export keeps its keys, its files, and the tensors that were not loaded."""
 
-import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -23,9 +22,7 @@ from drawloom.components.weights.dequantized import (
     to_multimodal_name,
 )
 from drawloom.components.weights.mapper import identity, parallel, rename, sequential
-from drawloom.ports import ConfigJson, Group, KeepsConfig, LanguageModel, Mapper, Stages, Tokenizer
-
-log = logging.getLogger("drawloom.run")
+from drawloom.ports import ConfigJson, Group, KeepsConfig, LanguageModel, Mapper, Stages, Tokenizer, run_log
 
 WRITTEN = (
     "config.json",
@@ -109,13 +106,13 @@ class BaseFolder:
             elif not _matches(name, (*WRITTEN, *(() if tokenizer is None else WRITTEN_BY_TOKENIZER))):
                 dropped.append(name)
         if dropped:
-            log.info("the export has no copies of these files in %s: %s", self.folder, format_names(dropped))
+            run_log.info("the export has no copies of these files in %s: %s", self.folder, format_names(dropped))
 
     def log_wider_dtype(self, exported: str | None) -> None:
         """Log it if exported matrices are float32, and the folder's are narrower."""
         if exported == "float32" and len(self.dtypes) == 1 and self.dtypes[0] in ("bfloat16", "float16"):
             text = 'the export is in float32, as trained, and %s in %s; dtype = "%s" in [export] writes that'
-            log.info(text, self.folder, self.dtypes[0], self.dtypes[0])
+            run_log.info(text, self.folder, self.dtypes[0], self.dtypes[0])
 
 
 @attrs.frozen
@@ -166,7 +163,7 @@ def _describe_base_folder_as_json(model: LanguageModel, folder: Path, text_only:
         return {**others, "config": config, "dtypes": dtypes}
     except UserError as error:
         # The end of a run is too late to refuse the folder.
-        log.warning("the export has the trained model alone, and no other files of the base folder: %s", error)
+        run_log.warning("the export has the trained model alone, and no other files of the base folder: %s", error)
         return None
 
 

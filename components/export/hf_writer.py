@@ -1,7 +1,6 @@
 """Writer for model folders that transformers loads; files and keys of an initial folder are kept."""
 
 import json
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -43,9 +42,8 @@ from drawloom.ports import (
     Settings,
     Stages,
     Tokenizer,
+    run_log,
 )
-
-log = logging.getLogger("drawloom.run")
 
 DTYPE_KEYS = ("torch_dtype", "dtype")
 """Keys of a config for the dtype of weights, in transformers 4 and 5."""
@@ -90,7 +88,7 @@ def add_generation_end_ids(folder: Path, ids: Collection[int]) -> None:
         try:
             settings = parse_strict_json(path.read_bytes(), max_values=MAX_VALUES)
         except ValueError as error:
-            log.warning("%s is exported as it is, because it can't be read: %s", path.name, error)
+            run_log.warning("%s is exported as it is, because it can't be read: %s", path.name, error)
             return
     else:
         config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -243,7 +241,7 @@ def _gather_and_log_rounding(loss: MergeRoundingLoss, group: Group) -> None:
     total = MergeRoundingLoss(sum(changes), sum(losses))
     if total.lost and group.rank == 0:
         text = "merged the adapters into the weights: rounding loses %.2g %% of the change"
-        log.info(text, 100 * total.relative_rounding_loss)
+        run_log.info(text, 100 * total.relative_rounding_loss)
 
 
 def _write_config_with_dtype(folder: Path, config: ConfigJson, specs: Mapping[str, TensorSpec]) -> str | None:

@@ -1,6 +1,5 @@
 """Export from the trained model to a folder for Hugging Face's libraries."""
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -17,9 +16,8 @@ from drawloom.ports import (
     Loss,
     Scorer,
     Tokenizer,
+    run_log,
 )
-
-log = logging.getLogger("drawloom.run")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -74,4 +72,4 @@ class HuggingFaceExport(FolderExport):
             step=step,
             chats=[*self.chats.values()],
         )
-        log.info("exported to %s", target)
+        run_log.info("exported to %s", target)

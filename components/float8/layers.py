@@ -6,11 +6,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from drawloom.components.experts.local import LocalExperts
-from drawloom.components.model.decoder.attention import Attention
-from drawloom.components.model.decoder.expert_specs import SwiGlu
+from drawloom.components.model.decoder.branch_specs import SwiGlu
 from drawloom.components.model.decoder.experts import Experts, Router, SharedGate, SparseMoeBlock
-from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.mlp import GatedMlp
+from drawloom.components.model.decoder.layer import Attention, Block, GatedMlp
 from drawloom.components.model.decoder.specs import Branch
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.data_shard import find_untied_heads

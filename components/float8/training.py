@@ -19,10 +19,8 @@ from drawloom.components.float8.layers import (
     find_float8_candidates,
     get_float8_weights,
 )
-from drawloom.components.model.decoder.attention import Attention
 from drawloom.components.model.decoder.experts import Experts
-from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.mlp import GatedMlp
+from drawloom.components.model.decoder.layer import Attention, Block, GatedMlp
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.kernels.float8.eager import ALIGNMENT, MIN_CAPABILITY, Float8Kernels, lacks_float8

@@ -1,8 +1,5 @@
 """Gradient clipping by total norm."""
 
-from functools import partial
-from typing import ClassVar
-
 import torch
 
 from drawloom import above, component, setting
@@ -12,8 +9,6 @@ from drawloom.ports import Parameters, Step
 @component(reads=("grad_norm",), changes=("gradients",))
 class ClipNorm:
     """Clipping for all gradients by one factor, to a total norm of at most `max_norm`."""
-
-    defers_scaling: ClassVar[bool] = True
 
     parameters: Parameters
     max_norm: float = setting("maximum total 2-norm after clipping", check=above(0))
@@ -27,4 +22,4 @@ class ClipNorm:
         gradients = [
             parameter.grad for _, parameter in self.parameters.named_parameters() if parameter.grad is not None
         ]
-        step.scale_gradients(partial(scale_and_sum_squares, gradients), torch.where(factor < 1, factor, 1.0))
+        scale_and_sum_squares(gradients, torch.where(factor < 1, factor, 1.0))

@@ -47,12 +47,9 @@ class Synchronize:
         factor = torch.where(weight > 0, 1 / weight, 1.0)
         is_exact = self.norm == "exact" or (self.norm == "auto" and not weight.is_cuda)
         counted = [] if is_exact else [name in owned for name in gradients]
-        defers = step.defers_scaling and not is_exact
         from drawloom.kernels.gradients.eager import scale_and_sum_squares
 
-        squares = scale_and_sum_squares([*gradients.values()], factor, counted, write=not defers)
-        if defers:
-            step.scale_gradients(partial(scale_and_sum_squares, [*gradients.values()]), factor)
+        squares = scale_and_sum_squares([*gradients.values()], factor, counted)
         if is_exact:
             from drawloom.components.gradients.exact_norm import compute_exact_norm
 

@@ -67,13 +67,17 @@ class _LazyFunctions(dict[str, Any]):
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _make_method(declared: F, call: Callable[..., Any], **settings: Any) -> F:
-    """Return a method like the port's that calls its operation: torch.compile can't trace `functools.partialmethod`."""
+def _make_method(declared: F, call: Callable[..., Any] | None = None, **settings: Any) -> F:
+    """
+    Return a method like the port's that runs its operation, within `call` if given: torch.compile can't trace
+    `functools.partialmethod`.
+    """
 
-    def call_operation(self: Any, *arguments: Any, **options: Any) -> Any:
-        return call(self, declared.__name__, *arguments, **settings, **options)
+    def run_operation(self: Any, *arguments: Any, **options: Any) -> Any:
+        function = self._functions[declared.__name__]
+        return call(self, function, *arguments, **settings, **options) if call else function(*arguments, **options)
 
-    return cast(F, call_operation)
+    return cast(F, run_operation)
 
 
 class _OperationSettings:
@@ -196,27 +200,22 @@ class AutoKernels(_OperationSettings):
             record_recomputable_call(normed, self._functions["norm_of_sum"], summed, weight, eps, zero_centered)
         return NormAndSum(normed, summed)
 
-    def _call_recomputable(self, operation: str, *arguments: Any, rounded: int = 0) -> Any:
+    def _call_recomputable(self, function: Callable[..., Any], *arguments: Any, rounded: int = 0) -> Any:
         """
-        Call an operation, whose result a pass with a recorder can recompute; it can keep the first `rounded` arguments
-        in 8 bits.
+        Call a function whose result a pass with a recorder can recompute; it can keep the first `rounded` arguments in
+        8 bits.
         """
-        function = self._functions[operation]
         if torch.compiler.is_compiling() or recorder.get() is None:
             return function(*arguments)
         with keep_arguments_in_8_bits(self._load_row_casts, *arguments[:rounded]) if rounded else nullcontext():
             return call_recomputable(function, *arguments)
 
-    def _multiply(self, operation: str, *arguments: Any, **options: Any) -> Any:
+    def _multiply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call a product that saves its inputs only for weight gradients."""
-        function = self._functions[operation]
         if torch.compiler.is_compiling() or recorder.get() is None:
             return function(*arguments, **options)
         with accept_rounded_inputs():
             return function(*arguments, **options)
-
-    def _call(self, operation: str, *arguments: Any, **options: Any) -> Any:
-        return self._functions[operation](*arguments, **options)
 
     # The port declares these operations' parameters and results.
     linear = _make_method(Kernels.linear, _multiply)
@@ -228,14 +227,14 @@ class AutoKernels(_OperationSettings):
     geglu = _make_method(Kernels.geglu, _call_recomputable, rounded=2)
     moe_permute = _make_method(Kernels.moe_permute, _call_recomputable)
     # Not recomputable: its backward pass does not need x, so that recomputation would save no memory.
-    rope = _make_method(Kernels.rope, _call)
-    embedding = _make_method(Kernels.embedding, _call)
-    choose_keys = _make_method(Kernels.choose_keys, _call)
-    sparse_attention = _make_method(Kernels.sparse_attention, _call)
-    connect_streams = _make_method(Kernels.connect_streams, _call)
-    moe_routes = _make_method(Kernels.moe_routes, _call)
-    moe_unpermute = _make_method(Kernels.moe_unpermute, _call)
-    add_expert_bias = _make_method(Kernels.add_expert_bias, _call)
+    rope = _make_method(Kernels.rope)
+    embedding = _make_method(Kernels.embedding)
+    choose_keys = _make_method(Kernels.choose_keys)
+    sparse_attention = _make_method(Kernels.sparse_attention)
+    connect_streams = _make_method(Kernels.connect_streams)
+    moe_routes = _make_method(Kernels.moe_routes)
+    moe_unpermute = _make_method(Kernels.moe_unpermute)
+    add_expert_bias = _make_method(Kernels.add_expert_bias)
 
     def qk_norm_rope(
         self,
@@ -252,7 +251,7 @@ class AutoKernels(_OperationSettings):
         if zero_centered or interleaved or 2 * cos.shape[-1] != q.shape[-1]:  # the fused kernel has none of these
             q, k = (self.rms_norm(x, w, eps, zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
             return self.rope(q, cos, sin, interleaved), self.rope(k, cos, sin, interleaved)
-        return self._call_recomputable("qk_norm_rope", q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
+        return self._call_recomputable(self._functions["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(
         self,
@@ -322,7 +321,7 @@ class AutoKernels(_OperationSettings):
         return create_recurrence_mask(documents, part, cache)
 
     def causal_conv(self, x: Tensor, weight: Tensor, mask: Any, silu: bool = True) -> Tensor:
-        return mask.convolve(partial(self._call_recomputable, "causal_conv"), x, weight, silu)  # type: ignore[no-any-return]
+        return mask.convolve(partial(self._call_recomputable, self._functions["causal_conv"]), x, weight, silu)  # type: ignore[no-any-return]
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
         return mask.apply_rule(self._functions["gated_delta_rule"], (q, k, v, g, beta))  # type: ignore[no-any-return]

@@ -11,9 +11,7 @@ from typing import Any, TextIO
 from drawloom import UserError
 from drawloom.components.storage.durable_files import create_folder_unless_link, open_to_append
 from drawloom.graph.cli.terminal import Stream, print_escaped_text
-from drawloom.ports import PRINTED, Mesh, Processes, RunFolder, is_marked
-
-log = logging.getLogger("drawloom.run")
+from drawloom.ports import PRINTED, Mesh, Processes, RunFolder, is_marked, run_log
 
 
 def prepare_rank_log_path(folder: RunFolder, mesh: Mesh) -> Path:
@@ -47,7 +45,7 @@ class LogFile(WatchedFileHandler):
         except UserError:
             self.handleError(record)
         if before is not None and self.stream is not None and self.stream is not before:
-            log.warning("%s was removed during the run, and begins anew", self.baseFilename)
+            run_log.warning("%s was removed during the run, and begins anew", self.baseFilename)
 
     def _open(self) -> Any:
         return open_log_for_appending(Path(self.baseFilename))
@@ -66,7 +64,7 @@ class Terminal(logging.Handler):
             print_escaped_text(self.format(record), self._stream)
         except (BrokenPipeError, UserError) as error:
             why = "the reader of standard output has closed it" if isinstance(error, BrokenPipeError) else error
-            log.warning("%s; step lines are not printed any more, and the run continues", why)
+            run_log.warning("%s; step lines are not printed any more, and the run continues", why)
         except Exception:
             self.handleError(record)
 

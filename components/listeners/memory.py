@@ -1,6 +1,5 @@
 """Memory by kind at a run's start, and in an out-of-memory message."""
 
-import logging
 from typing import ClassVar
 
 import attrs
@@ -17,10 +16,9 @@ from drawloom.ports import (
     Precision,
     Schedule,
     Stages,
+    run_log,
     sum_memory_by_kind,
 )
-
-log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe")
@@ -54,7 +52,7 @@ class MemoryReport:
     def on_event(self, event: Event) -> None:
         """Log one line when the run starts."""
         if event.kind == "run_started":
-            log.info("%s", self.preview())
+            run_log.info("%s", self.preview())
 
     def on_failure(self, error: BaseException) -> BaseException | None:
         """Return a UserError in place of a failed allocation's error."""

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,9 +13,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from drawloom import Every, at_least, component, internal, setting
 from drawloom.components.storage.durable_files import create_folder_unless_link
-from drawloom.ports import Device, Event, Mesh, RunFolder, Stages, Step
-
-log = logging.getLogger("drawloom.run")
+from drawloom.ports import Device, Event, Mesh, RunFolder, Stages, Step, run_log
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
@@ -70,7 +67,7 @@ class Profiler:
         except Exception as error:
             self._off = True
             self._stop_profiler_and_remove_hooks()
-            log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)
+            run_log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)
 
     def _begin_or_end_range_for(self, event: Event, step: Step) -> None:
         """Begin or end the trace's range for the step or phase that an event is about."""

@@ -1,7 +1,6 @@
 """Replay of a microbatch on another rank, to find silent data corruption, and to name rank and layer."""
 
 import hashlib
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,9 +35,8 @@ from drawloom.ports import (
     describe_cadence_fault,
     exclude_from_rates,
     is_due,
+    run_log,
 )
-
-log = logging.getLogger("drawloom.run")
 
 Digests = dict[str, str]
 """Hashes of a microbatch's activations and their gradients by name, in the order of computation."""
@@ -145,7 +143,7 @@ class Replay:
         if self.device.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
             return True
         text = 'write deterministic = true in the node with use = "run.randomness"'
-        log.warning("passes on a GPU are not replayed, because their results are not repeatable; %s", text)
+        run_log.warning("passes on a GPU are not replayed, because their results are not repeatable; %s", text)
         return False
 
     def _replay_previous_rank_and_compare(self, step: Step, own: Digests) -> None:
@@ -164,7 +162,7 @@ class Replay:
         by_rank = self.mesh.world.gather_json(None if difference is None else [stage, attrs.asdict(difference)])
         if self.mesh.world.rank == 0:
             by_stage = [(stage, ReplayDifference(**values)) for stage, values in filter(None, by_rank)]
-            log.error("%s", describe_difference(step.index, self._verified_step, by_stage))
+            run_log.error("%s", describe_difference(step.index, self._verified_step, by_stage))
 
     def _replay_keeping_gradients(self, batch: Batch) -> Digests:
         """Repeat another rank's microbatch, without a change to gradients, and return the digests."""

@@ -1,6 +1,5 @@
 """Header before a run's first step, and summary after its last step."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -23,9 +22,8 @@ from drawloom.ports import (
     RunInfo,
     Step,
     ValidationData,
+    run_log,
 )
-
-log = logging.getLogger("drawloom.run")
 
 HIDDEN_FILES = {"run.lock", "export.workspace"}  # of no use to a person
 
@@ -78,7 +76,7 @@ class RunSummary:
         """Log the header when the run starts, count its steps, and log the summary when it ends."""
         if event.kind == "run_started":
             self._began = self.clock()
-            log.info("%s", self.preview())
+            run_log.info("%s", self.preview())
         elif event.kind == "phase_ended" and event.step is not None:
             # at the end of phases, because a later phase of the step may save a checkpoint
             # Keep the step's validation loss if it is the lowest, and its reward if it is the highest
@@ -95,7 +93,7 @@ class RunSummary:
             for ended in (before, event.step if event.step.is_last else None):
                 self._tokens += ended.tokens if ended is not None else 0
         elif event.kind == "run_ended":
-            log.info("%s", "\n".join(f"{label:8}{text}" for label, text in self._summary_lines()))
+            run_log.info("%s", "\n".join(f"{label:8}{text}" for label, text in self._summary_lines()))
 
     def _summary_lines(self) -> Iterator[tuple[str, str]]:
         """Yield the summary as (subject, text): steps, tokens, speed, best loss and output files."""

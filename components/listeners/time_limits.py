@@ -9,9 +9,7 @@ import attrs
 
 from drawloom.components.distributed.guard import guard
 from drawloom.components.listeners.watchdog import Watchdog
-from drawloom.ports import Event, Mesh, Processes, RunFolder
-
-log = logging.getLogger("drawloom.run")
+from drawloom.ports import Event, Mesh, Processes, RunFolder, run_log
 
 WATCHDOG_MARGIN = 2.0  # seconds after the collective timeout, so that a blocked rank raises its own error first
 GUARD_MARGIN = 10.0  # seconds after the watchdog, so that its report is complete when the guard kills this process
@@ -154,7 +152,7 @@ class TimeLimits:
         """Warn before the limit is over. Runs in the watchdog's thread."""
         phase = f" in phase [{self._phase}]" if self._phase else ""
         text = "rank %d is slow: %s has taken more than %g s%s; its limit is %g s"
-        log.warning(text, self.mesh.world.rank, self._where, self._slow_after, phase, self._allowed)
+        run_log.warning(text, self.mesh.world.rank, self._where, self._slow_after, phase, self._allowed)
 
     def _report_and_exit(self, _limit: float) -> None:
         """Report the hang, and exit, unless the run goes on without other ranks. Runs in the watchdog's thread."""

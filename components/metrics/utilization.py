@@ -1,6 +1,5 @@
 """Model FLOPs utilization (MFU)."""
 
-import logging
 from collections.abc import Mapping
 
 import torch
@@ -22,9 +21,8 @@ from drawloom.ports import (
     Value,
     count_flops_with_loss,
     require_token_batch,
+    run_log,
 )
-
-log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe")
@@ -117,7 +115,7 @@ class Utilization:
             return values
         if not self._has_warned:
             self._has_warned = True
-            log.error(
+            run_log.error(
                 "step %d: the meter of metrics.utilization is wrong, it measured %.3g times the device's peak of %g "
                 "TFLOP/s; such steps have no tflops and mfu; correct metrics.utilization.peak_tflops if this is not "
                 "the device's peak, otherwise report the error",

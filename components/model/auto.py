@@ -11,7 +11,7 @@ import attrs
 
 from drawloom import UserError, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder, DecoderModel
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.config import Family
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config, read_config_json
 from drawloom.components.weights.load import open_and_check_folder
 from drawloom.graph import component_base_class

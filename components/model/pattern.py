@@ -18,8 +18,7 @@ from drawloom.components.model.declarations import (
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.layer_types import DeltaConfig
-from drawloom.components.model.decoder.mixer_specs import (
+from drawloom.components.model.decoder.branch_specs import (
     ChannelDeltaSpec,
     ConnectedBranch,
     ConnectionSpec,
@@ -27,6 +26,7 @@ from drawloom.components.model.decoder.mixer_specs import (
     ShortConvSpec,
     StateSpaceSpec,
 )
+from drawloom.components.model.decoder.layer_types import DeltaConfig
 from drawloom.ports import ConfigJson, Settings
 
 MODULES = {

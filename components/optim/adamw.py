@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 
 from drawloom import at_least, component, setting
-from drawloom.components.optim.adam_settings import AdamSettings
+from drawloom.components.optim.adam import AdamSettings
 from drawloom.components.optim.parameter_groups import find_betas_fault
 from drawloom.components.optim.torch_optimizer import create_fastest_adamw
 
@@ -14,7 +14,6 @@ from drawloom.components.optim.torch_optimizer import create_fastest_adamw
 class AdamW(AdamSettings):
     """AdamW with decoupled weight decay; norms and biases do not decay."""
 
-    defers_scaling: ClassVar[bool] = True
     _scales_by_role: ClassVar[bool] = True
 
     betas: tuple[float, float] = setting(
@@ -28,7 +27,6 @@ class AdamW(AdamSettings):
         return [
             create_fastest_adamw(
                 self._create_torch_param_groups(self.eps),
-                lr=self.lr,
                 betas=self.betas,
                 eps=self.eps,
                 amsgrad=self.amsgrad,

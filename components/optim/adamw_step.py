@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, AMSGRAD_MOMENTS, FactorStep
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, AMSGRAD_MOMENTS, WideGradientStep
 from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars
 from drawloom.ports import NodeState
 
 
-class AdamWTriton(torch.optim.AdamW, FactorStep):
+class AdamWTriton(torch.optim.AdamW, WideGradientStep):
     """
     torch's AdamW for contiguous weights in float32 or bfloat16, with one launch per parameter group.
 
@@ -35,7 +35,7 @@ class AdamWTriton(torch.optim.AdamW, FactorStep):
         # The device counts the steps, because the host learns too late which of them were skipped.
         steps = [self.state[part]["step"] for part in parts]
         scalars = compute_step_scalars(group["lr"], group["betas"], group["eps"], torch.stack(steps) + 1)
-        stepper.step([part.grad for part in parts], scalars, found_inf=self.found_inf, factors=self.factors)
+        stepper.step([part.grad for part in parts], scalars, found_inf=self.found_inf)
         # A list of tensors, because the host would read (and wait for) a single tensor without dimensions.
         torch._foreach_add_(steps, 1 if self.found_inf is None else [1 - self.found_inf] * len(steps))
 

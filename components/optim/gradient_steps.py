@@ -18,9 +18,3 @@ class WideGradientStep(torch.optim.Optimizer):
     """
 
     found_inf: Tensor | None = None
-
-
-class FactorStep(WideGradientStep):
-    """Optimizer that multiplies the gradients by each of `factors`, float32 (factors,) on the device."""
-
-    factors: Tensor | None = None

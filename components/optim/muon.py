@@ -305,15 +305,15 @@ class Muon(TorchOptimizer):
         options = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
         return [
             MuonStep(muon_groups, matrices, slices, shared, self.adjust_lr_fn, maximize=self.maximize, **options),
-            create_fastest_adamw(adamw_groups, lr=self.lr, betas=self.betas, eps=self.eps, maximize=self.maximize),
+            create_fastest_adamw(adamw_groups, betas=self.betas, eps=self.eps, maximize=self.maximize),
         ]
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, MuonStep) and optimizer in self._streamed:
+    def _step_in_pieces(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, MuonStep):
             self._streamed[optimizer].step(optimizer.update_momentum)
             optimizer.step()  # ranks exchange all matrices at once
         else:
-            super()._step(optimizer)
+            super()._step_in_pieces(optimizer)
 
     def _find_muon_matrices(self) -> set[nn.Parameter]:
         """Return the matrices that `targets` match. Raises UserError if a pattern matches no matrix."""

@@ -58,7 +58,7 @@ class SGD(TorchOptimizer):
             yield node.problem("dampening", text, "write states = 'device', or dampening = 0.0")
 
     def _create_optimizers(self) -> list[torch.optim.Optimizer]:
-        options = {name: getattr(self, name) for name in ("lr", "momentum", "dampening", "nesterov", "maximize")}
+        options = {name: getattr(self, name) for name in ("momentum", "dampening", "nesterov", "maximize")}
         return [torch.optim.SGD(self._create_torch_param_groups(), fused=True, **options)]
 
     def _update_weights(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:

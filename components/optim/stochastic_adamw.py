@@ -79,7 +79,6 @@ class StochasticAdamW(HostStates):
     It is the same for any rank layout, and resuming is bit-exact.
     """
 
-    defers_scaling: ClassVar[bool] = True
     _cuts_parameters: ClassVar[bool] = True
 
     parameters: Parameters
@@ -188,23 +187,16 @@ class StochasticAdamW(HostStates):
         A group multiplies the learning rate by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
-        step.apply_update_unless_skipped(
-            partial(
-                self._update_weights,
-                lr,
-                self._wait_and_count_unskipped_steps() + 1,
-                step.stack_and_clear_deferred_factors(),
-            )
-        )
+        step.apply_update_unless_skipped(partial(self._update_weights, lr, self._wait_and_count_unskipped_steps() + 1))
         self._last = step
         for _, parameter in self.parameters.named_parameters():
             parameter.grad = None
 
-    def _update_weights(self, lr: float, step_number: int, factors: Tensor | None, skip: Tensor | None) -> None:
+    def _update_weights(self, lr: float, step_number: int, skip: Tensor | None) -> None:
         for launch in self._launches:
             scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, launch.eps, step_number)
             launch.stepper.step(
-                [get_or_create_gradient(part) for part in launch.parameters], scalars, step_number, skip, factors
+                [get_or_create_gradient(part) for part in launch.parameters], scalars, step_number, skip
             )
         if self._streamed_steps:
             self._streamed_steps[0].stream.start_prefetch()

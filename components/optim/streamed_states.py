@@ -207,17 +207,16 @@ class StreamedStep:
         scalars: Tensor,
         counter: int | None = None,
         found_inf: Tensor | None = None,
-        factors: Tensor | None = None,
     ) -> None:
         """
         Update all weights and their state in place. AdamwEager.step has the same arguments; scalars (6,).
 
-        `scalars`, `counter`, `found_inf` and `factors` are the same for all weights, so every piece gets them whole.
+        `scalars`, `counter` and `found_inf` are the same for all weights, so every piece gets them whole.
         """
         flat = [grad.reshape(-1) for grad in grads]
         for piece, stepper in zip(self.stream.stream_pieces(), self._steppers, strict=True):
             parts = [flat[part.number][part.start : part.stop] for part in piece.ranges]
-            stepper.step(parts, scalars, counter, found_inf, factors)
+            stepper.step(parts, scalars, counter, found_inf)
 
 
 class StreamedTorchStep:

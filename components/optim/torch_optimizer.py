@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom import NodeView, Problem, internal
-from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, FactorStep, WideGradientStep
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, WideGradientStep
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
     ParameterGroup,
@@ -155,14 +155,7 @@ class TorchOptimizer(HostStates):
         multiplies it by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
-        factors = None
-        if all(isinstance(optimizer, FactorStep) for optimizer in self._optimizers):
-            factors = step.stack_and_clear_deferred_factors()
-        else:
-            step.apply_deferred_factors()
         for optimizer in self._optimizers:
-            if isinstance(optimizer, FactorStep):
-                optimizer.factors = factors
             step.apply_update_unless_skipped(partial(self._update_weights, optimizer, lr))
             optimizer.zero_grad()
         for streamed in [*self._streamed.values()][:1]:
@@ -178,14 +171,14 @@ class TorchOptimizer(HostStates):
         parts = [part for group in groups for part in group["params"]]
         wide = [part for part in parts if part.grad is not None and part.grad.dtype != part.dtype]
         with _cast_gradients_then_free(wide) if wide else nullcontext():
-            self._step(optimizer)
+            if optimizer in self._streamed:
+                self._step_in_pieces(optimizer)
+            else:
+                optimizer.step()
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update an optimizer's weights and state; state in host memory is streamed in pieces."""
-        if optimizer in self._streamed:
-            self._streamed[optimizer].step(optimizer.step)
-        else:
-            optimizer.step()
+    def _step_in_pieces(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update an optimizer's weights, and its state in host memory, which is streamed in pieces."""
+        self._streamed[optimizer].step(optimizer.step)
 
     def _create_torch_param_groups(self, eps: float = 1.0) -> list[dict[str, Any]]:
         """Return the parameter groups in torch's form, with scaled `eps`."""

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom import NodeView, Problem, component, internal, setting
-from drawloom.components.model.decoder.attention import Attention
-from drawloom.components.model.decoder.mlp import GatedMlp
+from drawloom.components.model.decoder.layer import Attention, GatedMlp
 from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear
 from drawloom.components.overlap.products import multiply_and_scatter, multiply_gathered

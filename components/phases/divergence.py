@@ -32,7 +32,7 @@ class Divergence:
         if late is not None:
             self._count_diverged_steps_or_raise(late)
         # All ranks have the loss on a device of the same kind, and judge the same step.
-        if not step.state.is_on_gpu(step.state["loss"]) or step.is_last:
+        if step.state["loss"].device.type not in step.state.late_devices or step.is_last:
             self._count_diverged_steps_or_raise(step)
         else:
             self._late = step

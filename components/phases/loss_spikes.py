@@ -4,17 +4,13 @@ Loss spikes: a warning, or a return to the last checkpoint without the batches s
 Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section 5.1: the same batches did not spike after another checkpoint.
 """
 
-import logging
 from statistics import fmean, pstdev
-from typing import ClassVar
 
 from drawloom import UserError, above, at_least, component, internal, setting
-from drawloom.ports import MovableData, NodeState, Step
+from drawloom.ports import MovableData, NodeState, Step, run_log
 
 MIN_DEVIATION = 0.01
 """Smallest standard deviation as a fraction of the mean; a smaller one counts as this large."""
-
-log = logging.getLogger("drawloom.run")
 
 
 @component(reads=("loss",), changes=("gradients", "skip"))
@@ -27,8 +23,6 @@ class LossSpikes:
     With `go_back` the host waits for the loss before an update. Without it the host does not wait, and on a GPU the
     warning comes one step late.
     """
-
-    defers_scaling: ClassVar[bool] = True  # it reads no gradient
 
     data: MovableData
     window: int = setting("number of previous losses for the comparison", default=100, check=at_least(2))
@@ -83,7 +77,7 @@ class LossSpikes:
         while self._late and (wait_for_losses or self._late[0].state.is_on_host):
             step = self._late.pop(0)
             if not step.skip_reason and (spike := self._record_loss_and_describe_spike(step)):
-                log.warning("step %d: %s", step.index, spike)
+                run_log.warning("step %d: %s", step.index, spike)
 
     def _record_loss_and_describe_spike(self, step: Step) -> str:
         """

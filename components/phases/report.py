@@ -1,6 +1,5 @@
 """Step reports: metrics for the trackers, and step lines for the log."""
 
-import logging
 import threading
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +30,7 @@ from drawloom.ports import (
     describe_cadence_fault,
     is_due,
     mark_time,
+    run_log,
 )
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 VALIDATION = ("validation_loss", "validation_reward")
 """Numbers that are also measured before the first step."""
-
-log = logging.getLogger("drawloom.run")
 
 
 @component(
@@ -167,7 +165,7 @@ class Report:
                 lambda tracker: send_measurements(tracker, 0, Measurements(values, {}))
             )
             if isinstance(self.every, int):
-                log.info("%s", format_step_line(Step(0, step.total), values), extra={"step_line": True})
+                run_log.info("%s", format_step_line(Step(0, step.total), values), extra={"step_line": True})
 
     def _track_and_log_step(self, step: Step, measurements: "Measurements") -> None:
         """Send a step to the trackers, and log its line or why it was skipped."""
@@ -176,11 +174,11 @@ class Report:
         values = measurements.values
         self._call_trackers_and_drop_failing(lambda tracker: send_measurements(tracker, step.index, measurements))
         if step.skip_reason:
-            log.warning("step %d/%d skipped: %s", step.index, step.total, step.skip_reason)
+            run_log.warning("step %d/%d skipped: %s", step.index, step.total, step.skip_reason)
         elif self._should_log_step(step, values):
             seconds = self._estimate_seconds_left(step)
             left = f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
-            log.info("%s%s", format_step_line(step, values), left, extra={STEP_LINE: True})
+            run_log.info("%s%s", format_step_line(step, values), left, extra={STEP_LINE: True})
 
     def _should_log_step(self, step: Step, values: MetricValues) -> bool:
         """Return whether the log gets a line for a step."""
@@ -204,7 +202,7 @@ class Report:
                     self._dropped.add(index)
                     why = f"{type(error).__name__}: {error}"
                     text = "%s failed and gets no more values, the run continues: %s"
-                    log.exception(text, type(tracker).__name__, why)
+                    run_log.exception(text, type(tracker).__name__, why)
 
 
 def _send_properties(tracker: Tracker, properties: Mapping[str, Any]) -> None:

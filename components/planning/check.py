@@ -1,6 +1,5 @@
 """Listener that compares a run with its plan, and refuses runs larger than the device's memory."""
 
-import logging
 import statistics
 import tomllib
 from collections.abc import Callable
@@ -8,17 +7,14 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from drawloom import RecipeError, ResolvedRecipe, UserError, component, internal, setting
+from drawloom import Recipe, RecipeError, ResolvedRecipe, UserError, component, internal, setting
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.search import describe_excess
 from drawloom.components.planning.text import format_time_percentages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.graph.project import Recipe
-from drawloom.ports import Device, Event, Interval, Processes, RunFolder
-
-log = logging.getLogger("drawloom.run")
+from drawloom.ports import Device, Event, Interval, Processes, RunFolder, run_log
 
 PLAN = "plan.txt"
 
@@ -70,7 +66,7 @@ class PlanCheck:
                 self._read_seconds()
                 self._write_comparison_file()
         elif event.kind == "run_ended" and self._text:
-            log.info("%s", self._text)
+            run_log.info("%s", self._text)
 
     def _read_seconds(self) -> None:
         """Read the seconds of the last step that ended; a step later, so that the host does not wait for a GPU."""
@@ -93,7 +89,7 @@ class PlanCheck:
         try:
             return plan_run(Recipe.of(tomllib.loads(self.recipe.text)), self.device, self.processes)
         except (UserError, RecipeError, NotImplementedError) as error:
-            log.info("plan    none: %s", error)
+            run_log.info("plan    none: %s", error)
             return None
 
 

@@ -13,7 +13,7 @@ import attrs
 
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan
-from drawloom.graph.cli.result import output, output_class
+from drawloom.graph.cli.command import output, output_class
 from drawloom.ports import Restorer, Stager
 
 COPY_BANDWIDTH, WRITE_BANDWIDTH = 10e9, 2e9

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import attrs
 import numpy as np
 
-from drawloom import UserError, internal
+from drawloom import Recipe, UserError, internal
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop
@@ -33,7 +33,6 @@ from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
 from drawloom.components.planning.stage_costs import Passes
 from drawloom.components.planning.timeline import compute_peak_memory
 from drawloom.components.storage.durable_files import open_regular_file
-from drawloom.graph.project import Recipe
 from drawloom.ports import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OPS, Program, Recompute, Stages
 
 ACTION = re.compile(r"\d+[FBIW]\d+")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom import UserError
+from drawloom import Recipe, UserError
 from drawloom.components.distributed.device_model import FASTER_PRODUCTS
 from drawloom.components.distributed.mesh_layout import DATA
 from drawloom.components.planning.check import WARM_UP_STEPS
@@ -41,9 +41,8 @@ from drawloom.components.planning.stage_costs import ATTENTION, ELEMENTWISE, OPE
 from drawloom.components.planning.step_time import find_busiest_rank, is_host_bound
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.step_log import read_step_log
-from drawloom.graph.cli.result import output, output_class
+from drawloom.graph.cli.command import output, output_class
 from drawloom.graph.cli.terminal import format_table
-from drawloom.graph.project import Recipe
 from drawloom.ports import OPS, Batching
 
 UPDATE, WAITING, WHOLE_STEP = "update", "exchanges and waiting", "step"

@@ -1,23 +1,19 @@
 """Memory policy from plans: keep, recompute, offload or quantize, within limits."""
 
-import logging
 import tomllib
 from collections.abc import Iterator
 from functools import cached_property
 
 import attrs
 
-from drawloom import NodeView, RecipeError, ResolvedRecipe, UserError, above, component, setting
+from drawloom import NodeView, Recipe, RecipeError, ResolvedRecipe, UserError, above, component, setting
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.check import plan_run
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.search import describe_excess
 from drawloom.components.planning.text import describe_memory_choice
 from drawloom.graph.inspect.serialize import nest_groups, serialize_nodes
-from drawloom.graph.project import Recipe
-from drawloom.ports import Device, MemoryChoice, PassFeature, Processes, Program
-
-log = logging.getLogger("drawloom.run")
+from drawloom.ports import Device, MemoryChoice, PassFeature, Processes, Program, run_log
 
 
 @component(impact="safe")
@@ -75,5 +71,5 @@ class PlannedMemory(PassFeature):
         planned = plan_run(recipe, self.device, self.processes)
         if planned.choice is None or not planned.fits:
             raise UserError(describe_excess(recipe, planned))
-        log.info("memory  %s", describe_memory_choice(planned))
+        run_log.info("memory  %s", describe_memory_choice(planned))
         return planned.choice

@@ -7,9 +7,8 @@ from typing import Any
 
 import attrs
 
-from drawloom import UserError
+from drawloom import Recipe, UserError
 from drawloom.components.distributed.planned import PlannedMesh
-from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.graph import Graph
 from drawloom.ports import (
     Batch,
@@ -30,7 +29,6 @@ from drawloom.ports import (
     Stages,
     TokenCorpus,
     WritesBatches,
-    accepts_deferred_factors,
     choose_micro_size,
 )
 
@@ -188,21 +186,6 @@ class Nodes:
     def global_batch_size(self) -> int:
         """Return the global batch size: rows of the data set in a step."""
         return int(self.settings(Batching)["global_size"])
-
-    @property
-    def optimizer_applies_gradient_factors(self) -> bool:
-        """Return whether the optimizer's launch on a GPU multiplies gradients by the step's factors while it reads."""
-        root = self.graph.nodes[self.recipe.project.root]
-        for name in root.edges["phases"].targets if "phases" in root.edges else ():
-            phase = self.graph.nodes[name]
-            flow = phase.spec.traits.flow
-            if "gradients" in flow.writes and phase.settings.get("norm") == "exact":
-                return False
-            if {"gradients", "gradients?"} & {*flow.reads, *flow.changes} and not accepts_deferred_factors(
-                phase.spec.cls
-            ):
-                return False
-        return True
 
     def count_rows_and_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
         """Count a rank's rows per microbatch and microbatches per step; UserError if a step is not divisible."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from drawloom import UserError, internal
+from drawloom import Recipe, UserError, internal
 from drawloom.components.distributed.device_model import DeviceModel, Link, get_matmul_dtype_key
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
@@ -36,7 +36,6 @@ from drawloom.components.planning.step_time import (
     estimate_step_time,
 )
 from drawloom.components.planning.timeline import Peak, compute_peak_host_bytes, compute_peak_memory
-from drawloom.graph.project import Recipe
 from drawloom.ports import (
     CountsFlops,
     Device,
@@ -488,14 +487,12 @@ class Planner:
         arithmetic = sum(
             user.count_elementwise_flops_per_update() for user in users if isinstance(user, UpdateArithmetic)
         )
-        passes = 2 if self.device.is_gpu and self.nodes.optimizer_applies_gradient_factors else 4
         return RankView(
             mesh=mesh,
             stages=stages,
             bytes_by_kind=sizes,
             host_bytes=host_bytes,
             count_bytes_on_host=count_bytes_on_host,
-            gradient_passes=passes,
             update_flops=update_flops,
             update_arithmetic=arithmetic,
             contention=CONTENTION_OF_COPIES if self.nodes.has_feature("overlap.shard_copies") else CONTENTION,

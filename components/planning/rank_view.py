@@ -32,16 +32,20 @@ class ElementCounts:
     unit: int
 
 
+GRADIENT_PASSES = 2
+"""Norm and scaling read and write all gradients, and clipping by a factor of 1 reads none; the update reads them once
+more."""
+
+
 @attrs.frozen(eq=False)
 class RankView:
     """
     Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
     `host_bytes` are streamed from host memory and back in every step; `count_bytes_on_host` returns both for
-    a fraction of the optimizer's state in host memory. `gradient_passes` is how often an update reads or writes all
-    gradients; `update_flops` are the matrix product FLOPs in one optimizer step, and `update_arithmetic` the other
-    operations of optimizers limited by them. `contention` is as in `ReplicaTimes`, and `frozen_model` is the recipe's
-    frozen second model, if it has one.
+    a fraction of the optimizer's state in host memory. `update_flops` are the matrix product FLOPs in one optimizer
+    step, and `update_arithmetic` the other operations of optimizers limited by them. `contention` is as in
+    `ReplicaTimes`, and `frozen_model` is the recipe's frozen second model, if it has one.
     """
 
     mesh: PlannedMesh
@@ -49,7 +53,6 @@ class RankView:
     bytes_by_kind: Mapping[str, int]
     host_bytes: int
     count_bytes_on_host: Callable[[float], tuple[Mapping[str, int], int]]
-    gradient_passes: int
     update_flops: float
     update_arithmetic: float
     contention: float
@@ -202,7 +205,7 @@ class RankView:
         # Weights and state are read and written.
         traffic: float = gradients + 2 * (weights + state)
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
-        norm_and_scaling = (self.gradient_passes - 1) * gradients  # one pass is in traffic
+        norm_and_scaling = GRADIENT_PASSES * gradients
         arithmetic = self.update_arithmetic / device.peaks.get("float32", math.inf)
         matmuls = self.update_flops / device.get_matmul_peak(torch.bfloat16)
         # State in host memory is streamed in both directions at once, while the device updates.

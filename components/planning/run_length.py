@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from drawloom import RecipeError, UserError
-from drawloom.graph.project import Recipe
+from drawloom import Recipe, RecipeError, UserError
 from drawloom.ports import EpochCounter, Mesh, PerDimension, count_steps_of_epochs
 
 

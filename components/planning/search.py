@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import attrs
 
-from drawloom import RecipeError, UserError
+from drawloom import Recipe, RecipeError, UserError
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextDimension
 from drawloom.components.parallel.expert import ExpertDimension
@@ -19,9 +19,8 @@ from drawloom.components.planning.cost_sources import PlannedCosts
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, TooLargeError, plan
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph.cli.result import output, output_class
+from drawloom.graph.cli.command import output, output_class
 from drawloom.graph.inspect.serialize import serialize_nodes
-from drawloom.graph.project import Recipe
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.ports import Batching, MemoryPolicy, Mesh, PerDimension, Precision, Stages
 

@@ -9,7 +9,7 @@ A recorder counts live bytes, and the operations' estimated seconds. A meta tens
 the lifetime of a real one. So the live storages' sum is the memory an allocator would have handed out. An operation
 takes as long as its arithmetic or its memory traffic, whichever is more (Williams et al. 2009, "Roofline", CACM 52(4)),
 and a launch. Attention takes both, one after the other, because kernels before and after its products sum and round.
-FLOPs and scratch memory are registered with the operations (`kernels/costs.py`).
+FLOPs and scratch memory are registered with the operations (`kernels/operation.py`).
 """
 
 import math
@@ -35,9 +35,9 @@ from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.stages.activation_specs import copy_tree_to_meta
 from drawloom.components.state.trees import list_leaves, map_leaves
-from drawloom.kernels.costs import OperationCosts, accesses_elements, bind_arguments, compute_operation_costs
 from drawloom.kernels.deferred_grads import fuse_gradient_sums_on_meta
 from drawloom.kernels.host_copies import COPY
+from drawloom.kernels.operation import OperationCosts, accesses_elements, bind_arguments, compute_operation_costs
 from drawloom.kernels.recompute.policy import make_recomputable
 from drawloom.ports import Batch, FrozenModel, Group, HasCostKey, Loss, Recompute, Referenced, Stage
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from drawloom import port
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.graph import port
 
 NodeState = dict[str, Any]
 """A nested dict; leaves are tensors, numbers, strings, booleans, None, or lists of such values."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from drawloom.graph import port
+from drawloom import port
 
 Split = Literal["train", "validation"]
 

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, UserError, port
 from drawloom.components.ports.corpus import Split, TokenCorpus
 from drawloom.components.state.batch import Batch, leaf
-from drawloom.graph import UserError, port
-from drawloom.graph.wiring.node import NodeView
 
 IGNORE_INDEX = -100
 """The target of a token without a loss, as in torch's cross_entropy."""

@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.graph import port
+from drawloom import port
 
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 """Mesh dimensions in the order of the rank numbering; the product of their sizes is the number of ranks."""
@@ -197,14 +197,6 @@ class Processes(Protocol):
     @property
     def world_size(self) -> int:
         """Process count."""
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its machine, from 0."""
-
-    @property
-    def local_world_size(self) -> int:
-        """Process count on this machine."""
 
     @property
     def node_rank(self) -> int:

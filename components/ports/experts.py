@@ -5,8 +5,8 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from drawloom import port
 from drawloom.components.ports.stages import Stages
-from drawloom.graph import port
 
 
 class Dispatched(NamedTuple):

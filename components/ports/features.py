@@ -11,12 +11,11 @@ from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 import attrs
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, port
 from drawloom.components.ports.distributed import PerDimension, Precision
 from drawloom.components.ports.model import build_meta_module_if_known
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import FrozenModel, Recompute
-from drawloom.graph import Problem, port
-from drawloom.graph.wiring.node import NodeView
 
 MemoryKind = Literal["parameters", "masters", "compute_copies", "gradients", "optimizer_state", "workspace"]
 """

@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from drawloom import port
 from drawloom.components.ports.model import KeyValueCache, StorageFormat, VocabularyPart
-from drawloom.graph import port
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.results import NormAndSum, PermutedRows, Routes, RowPart, TokenLosses
 

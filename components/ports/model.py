@@ -9,10 +9,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import port
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.graph import port
 from drawloom.kernels.results import RowPart, TokenLosses
 
 Settings = Mapping[str, Any]

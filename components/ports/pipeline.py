@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, port
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.features import Feature, WrappingOrder
 from drawloom.components.ports.model import BatchContext, Finish, Head, TokenContext
@@ -16,8 +17,6 @@ from drawloom.components.ports.tracking import METRIC_TOTALS
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import Spec
-from drawloom.graph import Problem, port
-from drawloom.graph.wiring.node import NodeView
 
 
 @runtime_checkable

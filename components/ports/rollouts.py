@@ -8,11 +8,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import port
 from drawloom.components.ports.corpus import Tokenizer, find_end_ids
 from drawloom.components.ports.data import IGNORE_INDEX, Example, TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.components.state.batch import Batch, leaf
-from drawloom.graph import port
 from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
 
 FAULTS = (

@@ -14,10 +14,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom import internal
+from drawloom import Problem, above, internal, port, setting
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.state.step_state import StepState
-from drawloom.graph import Problem, above, port, setting
+
+run_log = logging.getLogger("drawloom.run")
+"""The run's log, whose messages rank 0 also prints."""
 
 PRINTED = "printed"
 """Mark of a record that was already printed on the terminal."""
@@ -137,9 +139,7 @@ class Step:
     The state's value `skip`, float32 () on the gradients' device, is 1 if the update is skipped, else 0. On a GPU
     the host issues the update before it knows `skip`. `before_update` is called before every update.
 
-    If `defers_scaling`, phases may leave the multiplication of gradients by a factor to the optimizer, which then reads
-    and writes them once less; see `DefersScaling`. `epochs` are the epochs before and after the step, equal if the
-    data counts none.
+    `epochs` are the epochs before and after the step, equal if the data counts none.
     """
 
     index: int
@@ -150,11 +150,9 @@ class Step:
     interval: Interval | None = None
     goes_back: bool = False
     before_update: Callable[[], object] = lambda: None
-    defers_scaling: bool = False
     epochs: tuple[Fraction, Fraction] = (Fraction(), Fraction())
     stop_reason: str = ""
     _skip_reasons: list[Callable[[], str]] = internal(factory=list)
-    _deferred: list[tuple[Callable[[Tensor], object], Tensor]] = internal(factory=list)
 
     @property
     def is_last(self) -> bool:
@@ -198,31 +196,6 @@ class Step:
             return ""
         return next(filter(None, (reason() for reason in self._skip_reasons)), "a phase skipped it")
 
-    def scale_gradients(self, scale: Callable[[Tensor], object], factor: Tensor) -> None:
-        """
-        Multiply all gradients by a factor, float64 () on their device, by `scale(factor)`: now, or if this step defers
-        it, when a phase reads them.
-        """
-        if self.defers_scaling:
-            self._deferred.append((scale, factor))
-        else:
-            scale(factor)
-
-    def apply_deferred_factors(self) -> None:
-        """Multiply the gradients by all factors that `scale_gradients` deferred, and forget these."""
-        for scale, factor in self._deferred:
-            scale(factor)
-        self._deferred = []
-
-    def stack_and_clear_deferred_factors(self) -> Tensor | None:
-        """
-        Return the deferred factors, float32 (factors,) on the gradients' device, or None; the caller multiplies every
-        gradient by each in turn, and rounds each product to the gradient's dtype.
-        """
-        factors = [factor.float() for _, factor in self._deferred]
-        self._deferred = []
-        return torch.stack(factors) if factors else None
-
     def apply_update_unless_skipped(self, update: Callable[[Tensor | None], object]) -> None:
         """
         Apply an update, such as the optimizer's, unless the step is skipped.
@@ -232,7 +205,7 @@ class Step:
         """
         self.before_update()
         flag: Tensor | None = self.state.get("skip")
-        if flag is not None and self.state.is_on_gpu(flag):
+        if flag is not None and flag.device.type in self.state.late_devices:
             update(flag)
         elif flag is None or not flag.item():
             update(None)
@@ -258,24 +231,6 @@ class Phase(Protocol):
 
     def run_phase(self, step: Step) -> None:
         """Run this phase for a step."""
-
-
-@runtime_checkable
-class DefersScaling(Protocol):
-    """
-    A phase that may run while gradients lack deferred factors.
-
-    It reads no gradient, or calls `Step.stack_and_clear_deferred_factors`.
-
-    The trainer multiplies by deferred factors before any other phase that reads or changes gradients.
-    """
-
-    defers_scaling: ClassVar[bool]
-
-
-def accepts_deferred_factors(phase: object) -> bool:
-    """Return whether gradients may lack deferred factors when a phase runs."""
-    return isinstance(phase, DefersScaling) and phase.defers_scaling
 
 
 @runtime_checkable

@@ -6,11 +6,10 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import build_meta_module_if_known
 from drawloom.components.state.batch import leaf
-from drawloom.graph import Problem
-from drawloom.graph.wiring.node import NodeView
 
 
 class SharedPairs(TokenBatch):

@@ -11,10 +11,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import port
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Model, list_quantized_parameter_formats
 from drawloom.components.ports.slices import ModelParameter, QuantizedParameter, RankSlice, TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.graph import port
 
 Initial = Literal["normal"] | float | Callable[[Tensor], Tensor]
 """

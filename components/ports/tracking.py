@@ -7,8 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import port
 from drawloom.components.ports.run import Step
-from drawloom.graph import port
 
 METRIC_TOTALS = "metric_totals"
 """The name of the metrics' totals in the state of a step: a dict by op of float64 tensors (numbers,)."""

@@ -19,10 +19,10 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom import RecipeError, UserError, internal
+from drawloom import Recipe, RecipeError, UserError, internal
 from drawloom.components import ports
-from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
-from drawloom.components.checkpoint.manifest import MANIFEST
+from drawloom.components.checkpoint.commit import FOLDER as CHECKPOINTS
+from drawloom.components.checkpoint.commit import MANIFEST
 from drawloom.components.proving.compare import (
     Compared,
     Key,
@@ -44,7 +44,6 @@ from drawloom.components.proving.smallest import (
     merge_values,
 )
 from drawloom.graph.component import is_port_or_component
-from drawloom.graph.project import Recipe
 from drawloom.graph.testing.ports import BrokenContractError, check_port, load_contract
 from drawloom.graph.types.port_match import implements
 from drawloom.graph.wiring.graph import Graph

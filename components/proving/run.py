@@ -17,8 +17,8 @@ from typing import Any
 import attrs
 from safetensors.torch import load_file
 
-from drawloom import RecipeError, UserError
-from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
+from drawloom import Recipe, RecipeError, UserError
+from drawloom.components.checkpoint.commit import FOLDER as CHECKPOINTS
 from drawloom.components.phases.report import Report
 from drawloom.components.proving.recorder import ProofRecorder, RankRecord
 from drawloom.components.proving.smallest import (
@@ -32,7 +32,7 @@ from drawloom.components.proving.smallest import (
     shrink_recipe,
 )
 from drawloom.graph.problems import ReportedError
-from drawloom.graph.project import Project, Recipe
+from drawloom.graph.project import Project
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.toml.emit import dump_key, dump_toml

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from drawloom import Recipe
 from drawloom.components.phases.report import Report
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.weights.load import convert_tensors, persistent_tensors
-from drawloom.graph.project import Recipe
 from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.registry.registry import Spec
 from drawloom.graph.types.port_match import implements

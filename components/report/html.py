@@ -1,19 +1,16 @@
 """Final task: the run's report."""
 
-import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawloom import Every, ResolvedRecipe, component
-from drawloom.ports import Batching, Mesh, RunFolder, Schedule
+from drawloom.ports import Batching, Mesh, RunFolder, Schedule, run_log
 
 if TYPE_CHECKING:
     from drawloom.components.report.run_record import Drawings
 
 REPORT = "report.html"
-
-log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe")
@@ -45,7 +42,7 @@ class HtmlReport:
             try:
                 self._write_report(step)
             except Exception as error:  # a failed report must not fail the run
-                log.warning("the report can't be written: %s: %s", type(error).__name__, error)
+                run_log.warning("the report can't be written: %s: %s", type(error).__name__, error)
 
     def _write_report(self, step: int) -> None:
         """Write the report, and log its path and the ETTR."""
@@ -59,9 +56,9 @@ class HtmlReport:
         run = read_run_record(folder, folder.resolve().name, self._draw_run_or_explain(step))
         run.log.add_training_end(time.strftime(TIME_FORMAT), step)
         replace_file(self._report_path, render_page([run], _format_step_comment(step)).encode())
-        log.info("report in %s", self._report_path)
+        run_log.info("report in %s", self._report_path)
         if (ratio := compute_ettr(run.log, run.metrics)) is not None:
-            log.info("time    %s", ratio)
+            run_log.info("time    %s", ratio)
 
     def _draw_run_or_explain(self, step: int) -> "Drawings":
         """Draw the run's graph, step and schedule, or return why they can't be drawn."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import attrs
 
 from drawloom import RecipeError, UserError
-from drawloom.components.checkpoint.manifest import FOLDER, Manifest, list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.commit import FOLDER, Manifest, list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.reader import read_manifest_if_sizes_match
 from drawloom.components.report.ettr import compute_ettr, sum_recovery_seconds
 from drawloom.components.report.events import RunLog, read_log
@@ -20,7 +20,7 @@ from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
 from drawloom.components.run.locks import is_lock_holder_alive
 from drawloom.components.storage.durable_files import open_untrusted_file
 from drawloom.components.storage.step_log import StepLine, parse_step_lines
-from drawloom.graph.cli.result import output, output_class
+from drawloom.graph.cli.command import output, output_class
 from drawloom.graph.inspect.serialize import flatten_inline_nodes, serialize_recipe
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.merged import MergedRecipe

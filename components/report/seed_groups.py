@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from drawloom.components.report.metrics import Column, MetricCurve, choose_max_points_per_curve, thin_values_to_curve
 from drawloom.components.report.run_record import RunRecord, list_differing_settings, parse_recipe_settings
-from drawloom.graph.cli.result import output, output_class
+from drawloom.graph.cli.command import output, output_class
 
 MAX_NAMED_SETTINGS = 3
 """Settings in the name of a group."""

@@ -4,7 +4,6 @@ import base64
 import http.client
 import io
 import json
-import logging
 import math
 import os
 import secrets
@@ -38,6 +37,7 @@ from drawloom.ports import (
     RunInfo,
     Tokenizer,
     Turns,
+    run_log,
 )
 
 KEY = "OPENAI_API_KEY"
@@ -302,8 +302,6 @@ class CompletionServer:
         """Return a message with the request's address."""
         return f"{self.url.rstrip('/')}{path}: {text}; {remedy}"
 
-
-log = logging.getLogger("drawloom.run")
 
 FOLDER, VERSION = "{folder}", "{version}"
 """Texts in a request's body for the exported folder's absolute path, and for the weights' version."""
@@ -571,7 +569,7 @@ class ServerRollouts:
             if fault is not None:
                 if waited >= self.retries or self._is_closed.is_set():
                     raise fault
-                log.warning("%s; waiting for the server", fault)
+                run_log.warning("%s; waiting for the server", fault)
                 self._is_closed.wait(min(FIRST_WAIT * 2**waited, 30.0))
                 waited += 1
             try:

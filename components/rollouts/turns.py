@@ -5,7 +5,6 @@ Nothing is rendered or encoded twice: a row keeps its sampled ids, and the envir
 alone and put after them. Rendering a conversation again would change ids (Liu et al. 2026, verl#6854; TRL#6250).
 """
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -33,6 +32,7 @@ from drawloom.ports import (
     Rollouts,
     SamplesInBackground,
     Tokenizer,
+    run_log,
 )
 
 MAX_CHARACTERS = 10**6
@@ -40,8 +40,6 @@ MAX_CHARACTERS = 10**6
 
 MAX_THREADS = 32
 """Rows whose turns are answered at the same time."""
-
-log = logging.getLogger("drawloom.run")
 
 
 @attrs.define(eq=False)
@@ -99,7 +97,7 @@ class RunningTurns:
         except (Exception, SystemExit) as error:
             frame = extract_tb(error.__traceback__)[-1]
             location = f"{frame.filename}:{frame.lineno}"
-            log.warning("an environment raised %s at %s: %s", type(error).__name__, location, error)
+            run_log.warning("an environment raised %s at %s: %s", type(error).__name__, location, error)
             conversation.faults["environment_error"] += 1
             return None
 

@@ -1,13 +1,10 @@
 """Dispatches events to listeners, which can't influence the run."""
 
-import logging
 from functools import cached_property
 from typing import get_args
 
 from drawloom import Every, component, internal
-from drawloom.ports import Event, EventKind, Listener, list_observed_event_kinds
-
-log = logging.getLogger("drawloom.run")
+from drawloom.ports import Event, EventKind, Listener, list_observed_event_kinds, run_log
 
 KINDS = get_args(EventKind)
 
@@ -34,4 +31,4 @@ class EventDispatcher:
                 listener.on_event(event)
             except Exception:
                 self._dropped.add(name)
-                log.exception("[%s] failed at %s and gets no more events; the run continues", name, event.kind)
+                run_log.exception("[%s] failed at %s and gets no more events; the run continues", name, event.kind)

@@ -1,7 +1,6 @@
 """A run folder's recipe.lock.toml, with the changes since the run began, copied files, and versions."""
 
 import json
-import logging
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,9 +9,7 @@ from pathlib import Path
 from drawloom import RecipeError, ResolvedRecipe, UserError
 from drawloom.components.storage.durable_files import create_folder_unless_link, open_untrusted_file, replace_file
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
-from drawloom.ports import FILES, EnvironmentSource, ReadsFiles
-
-log = logging.getLogger("drawloom.run")
+from drawloom.ports import FILES, EnvironmentSource, ReadsFiles, run_log
 
 ENVIRONMENT = "environment.json"
 """File in the run's `log` folder: versions and choices of the newest process of rank 0, for `drawloom why`."""
@@ -72,7 +69,7 @@ def list_recipe_changes_if_safe(folder: Path, recipe: ResolvedRecipe) -> list[Re
         changes = recipe.changes(recorded.decode("utf-8"))
     except (RecipeError, ValueError) as error:
         if recipe.accept_changes:
-            log.warning("%s can't be read and is replaced: %s", path, error)
+            run_log.warning("%s can't be read and is replaced: %s", path, error)
             return []
         raise UserError(
             f"{path} can't be read, so this recipe can't be compared with it: {error}; "
@@ -93,7 +90,7 @@ def has_step_results(folder: Path) -> bool:
 def update_lock_and_log_changes(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChange]) -> None:
     """Write recipe.lock.toml unless it is up to date, and log the changes."""
     for change in changes:
-        log.info("%s: the recipe changed: %s", folder, change)
+        run_log.info("%s: the recipe changed: %s", folder, change)
     path, text = folder / LOCK, recipe.lock.encode()
     if _read_file_content(path) != text:
         replace_file(path, text)

@@ -6,7 +6,6 @@ or a kernel. So the interpreter writes a signal's number to a socket at once (si
 the socket.
 """
 
-import logging
 import os
 import select
 import signal
@@ -18,13 +17,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from drawloom.ports import StoppedError
+from drawloom.ports import StoppedError, run_log
 
 NOTICE = b"\nstopping after this step; Ctrl-C ends at once\n"
 FINAL_GRACE = 5.0  # seconds until the process is killed after training, when nothing has to be saved
 ABANDONED = "the run did not end within %g s after signal %d, so it is killed; committed checkpoints are intact"
-
-log = logging.getLogger("drawloom.run")
 
 
 class SignalHandlers:
@@ -62,7 +59,7 @@ class SignalHandlers:
     def raise_stopped(self, number: int) -> NoReturn:
         """Raise StoppedError after training."""
         self.raises = False  # a later signal interrupts no cleanup; it ends the process
-        log.info("stopped by signal %d after training; the same command completes the run", number)
+        run_log.info("stopped by signal %d after training; the same command completes the run", number)
         raise StoppedError(number)
 
     def _record_and_raise_after_training(self, number: int, _frame: FrameType | None) -> None:
@@ -104,7 +101,7 @@ class SignalHandlers:
 
     def _log_grace_end_and_exit(self) -> None:
         """Log the end of the grace period, and exit."""
-        logging_thread = threading.Thread(target=log.error, args=(ABANDONED, self._grace, self._first), daemon=True)
+        logging_thread = threading.Thread(target=run_log.error, args=(ABANDONED, self._grace, self._first), daemon=True)
         logging_thread.start()
         logging_thread.join(1.0)  # the log may hang on the same disk as the run
         self._exit(128 + self._first)

@@ -1,6 +1,5 @@
 """The training loop: every step's phases, in order, and then the final tasks."""
 
-import logging
 import signal as signals
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,7 +11,6 @@ import attrs
 
 from drawloom import Every, NodeView, Ordered, Problem, above, at_least, component, internal, setting, wired
 from drawloom.components.run.recipe_checks import check_training_recipe
-from drawloom.graph.component import find_declared_reads_and_writes
 from drawloom.ports import (
     AfterRestore,
     EpochCounter,
@@ -29,14 +27,12 @@ from drawloom.ports import (
     Stop,
     StoppedError,
     StoppingPhase,
-    accepts_deferred_factors,
     count_steps_of_epochs,
+    run_log,
 )
 
 if TYPE_CHECKING:
     from drawloom.components.run.skipped_steps import SkippedSteps
-
-log = logging.getLogger("drawloom.run")
 
 
 @component(opens_first="listeners")  # so that logs and timeouts cover the opening of the rest
@@ -134,7 +130,7 @@ class Trainer:
         """Save the step if the caller's loop asked for a stop on any rank, and return the reason, or ""."""
         reason = self.stop.agree_on_reason(step.stop_reason)
         if reason:
-            log.info("the run ends after step %d: %s", step.index, reason)
+            run_log.info("the run ends after step %d: %s", step.index, reason)
             if self.checkpointer:
                 with self._emit_saving_events(step):
                     self.checkpointer.save(step)
@@ -149,7 +145,7 @@ class Trainer:
         """Log the length in steps and epochs, and where the run resumes, or that it is finished."""
         if self.epoch_counter:
             epochs = f"{float(self._count_epochs_after(self._total)):,.4f}".rstrip("0").rstrip(".")
-            log.info("length  %s steps, %s epochs", f"{self._total:,}", epochs)
+            run_log.info("length  %s steps, %s epochs", f"{self._total:,}", epochs)
         ended = done >= self._total or bool(reason)
         if ended and all(task.has_result_of_step(done) for task in self.on_finish):
             why = f"all {self._total} steps are done"
@@ -157,12 +153,12 @@ class Trainer:
                 why = f"step {done} is done, and with it {why}"
             elif done < self._total:
                 why = f"the run ended after step {done}: {reason}"
-            log.info("finished: %s, there is nothing left to do", why)
+            run_log.info("finished: %s, there is nothing left to do", why)
         elif done:
-            log.info("resuming after step %d", done)
+            run_log.info("resuming after step %d", done)
 
     def _make_step(self, index: int) -> Step:
-        step = Step(index, self._total, defers_scaling=True)
+        step = Step(index, self._total)
         step.epochs = self._count_epochs_after(index - 1), self._count_epochs_after(index)
         if self.checkpointer:
             step.before_update = self.checkpointer.wait_until_staged
@@ -182,9 +178,9 @@ class Trainer:
             done = self.checkpointer.restore() if self.checkpointer else 0
             if done:
                 self._call_after_restore_hooks(done)
-                log.info("resuming after step %d", done)
+                run_log.info("resuming after step %d", done)
             else:
-                log.warning("there is no checkpoint to go back to: only step %d is skipped", step.index)
+                run_log.warning("there is no checkpoint to go back to: only step %d is skipped", step.index)
         return done or step.index
 
     def _run_final_tasks(self, last: int) -> None:
@@ -206,8 +202,6 @@ class Trainer:
         for name, phase in zip(self.phases.names, self.phases, strict=True):
             self.events.emit(Event("phase_started", step, name))
             asked = step.stop_reason
-            if name in self._gradient_reader_names:
-                step.apply_deferred_factors()
             saves = isinstance(phase, SavingPhase) and phase.saves_after(step)
             with self._emit_saving_events(step) if saves else nullcontext():
                 phase.run_phase(step)
@@ -230,16 +224,6 @@ class Trainer:
 
         return SkippedSteps(self.max_skipped_steps)
 
-    @cached_property
-    def _gradient_reader_names(self) -> set[str]:
-        """Names of phases that read gradients, and need all deferred factors multiplied in first."""
-        values = {
-            name: (*find_declared_reads_and_writes(phase).reads, *find_declared_reads_and_writes(phase).changes)
-            for name, phase in zip(self.phases.names, self.phases, strict=True)
-            if not accepts_deferred_factors(phase)
-        }
-        return {name for name, read in values.items() if not {"gradients", "gradients?"}.isdisjoint(read)}
-
     def _agree_to_stop_after_step(self, step: Step, name: str, phase: Phase, before: str) -> None:
         """
         Make this step the last one on all ranks, if the phase has asked for a stop on any rank.
@@ -249,7 +233,7 @@ class Trainer:
         if isinstance(phase, StoppingPhase):
             step.stop_reason = "" if step.goes_back else self.stop.agree_on_reason(step.stop_reason)
             if step.stop_reason and not before:
-                log.info("the run ends after step %d: %s", step.index, step.stop_reason)
+                run_log.info("the run ends after step %d: %s", step.index, step.stop_reason)
         elif step.stop_reason != before:
             raise TypeError(f"[{name}] calls Step.stop, and has no method stop_reason; see the port StoppingPhase")
 
@@ -271,7 +255,7 @@ class Trainer:
         self._last_step = step.index
         by = "Ctrl-C" if signal == signals.SIGINT else signals.Signals(signal).name
         then = "the same command resumes the run" if resumes else "the recipe saves no checkpoint"
-        log.info("stopped by %s after step %d; %s", by, step.index, then)
+        run_log.info("stopped by %s after step %d; %s", by, step.index, then)
         raise StoppedError(signal)
 
     @classmethod

@@ -1,6 +1,5 @@
 """Final task: a short text sampled from the trained model."""
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from drawloom.ports import (
     Tokenizer,
     complete_prompt,
     find_end_ids,
+    run_log,
     use_averages_if_any,
 )
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 MAX_LOGGED = 300
 """Characters of a text that are logged; the rest is in the file."""
-
-log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe")
@@ -94,7 +92,7 @@ class Sample:
         from drawloom.components.storage.durable_files import replace_file
 
         more = f"\n... ({len(text):,} characters in {self._sample_path})" if len(text) > MAX_LOGGED else ""
-        log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
+        run_log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
         replace_file(self._sample_path, f"{_format_step_heading(step)}{text}\n".encode())
 
     def _make_sampler(self, ends: frozenset[int]) -> "Sampler":

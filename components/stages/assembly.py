@@ -445,31 +445,16 @@ class StageAssembly:
 class ModelPrecision:
     """Recipe's precision whose `uncast` also includes the model's own patterns."""
 
-    recipe: Precision
-    by_model: tuple[str, ...]
-
-    @property
-    def parameter(self) -> torch.dtype:
-        return self.recipe.parameter
-
-    @property
-    def compute(self) -> torch.dtype:
-        return self.recipe.compute
-
-    @property
-    def gradient(self) -> torch.dtype:
-        return self.recipe.gradient
-
-    @property
-    def reduce(self) -> torch.dtype:
-        return self.recipe.reduce
-
-    @property
-    def uncast(self) -> Sequence[str]:
-        return (*self.recipe.uncast, *self.by_model)
+    parameter: torch.dtype
+    compute: torch.dtype
+    gradient: torch.dtype
+    reduce: torch.dtype
+    uncast: Sequence[str]
 
 
 def add_model_uncast_patterns(recipe: Precision, model: Model) -> Precision:
     """Return the recipe's precision, with the model's own patterns if it has some."""
-    patterns = tuple(model.uncast_parameter_patterns()) if isinstance(model, UncastParameters) else ()
-    return ModelPrecision(recipe, patterns) if patterns else recipe
+    if not isinstance(model, UncastParameters):
+        return recipe
+    uncast = *recipe.uncast, *model.uncast_parameter_patterns()
+    return ModelPrecision(recipe.parameter, recipe.compute, recipe.gradient, recipe.reduce, uncast)

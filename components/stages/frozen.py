@@ -1,6 +1,5 @@
 """A frozen second model, with stages on the same ranks as the trained one: a teacher, or a reference model."""
 
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,13 +35,11 @@ from drawloom.ports import (
     RunInfo,
     Schedule,
     StageFeature,
-    Stages,
     Tokenizer,
     add_reference_values,
     build_meta_module_if_known,
+    run_log,
 )
-
-log = logging.getLogger("drawloom.run")
 
 
 @component
@@ -140,7 +137,7 @@ class FrozenStages(PassFeature):
     def open(self) -> None:
         """Build and partition this rank's stages, load their weights, and warn about other control tokens."""
         if warning := self._compare_token_ids():
-            log.warning("%s", warning)
+            run_log.warning("%s", warning)
         self._stages = self._create_stages()
         self._stages.open()
         self._fingerprint = str(self._stages.state_dict()[FROZEN])
@@ -168,11 +165,6 @@ class FrozenStages(PassFeature):
 
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
         return FeatureStack(self.features).describe_model(whole, self.precision)
-
-    @property
-    def forward_stages(self) -> Stages:
-        """The model's stages on this rank, with memory and values."""
-        return self._stages
 
     def prepare_inputs(self, microbatches: Microbatches, runner: ForwardRunner) -> Microbatches:
         """Return the microbatches, on the last stage's rank with this model's values."""

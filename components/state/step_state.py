@@ -10,7 +10,7 @@ Numbers stay tensors on the device that computes them. One asynchronous copy for
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import attrs
 import torch
@@ -20,24 +20,6 @@ from drawloom.components.state.trees import ChooseSpec, Spec, list_leaves, map_l
 
 if TYPE_CHECKING:
     from drawloom.components.state.host_copy import HostCopy
-
-
-class StateView(Protocol):
-    """
-    Values of a step by name: the global view, or the sharded view of one microbatch.
-
-    A name is in a view if it can be read there. Reading a missing value raises MissingStateError; a value that cannot
-    be converted to the view raises PipelineStateError.
-    """
-
-    def __getitem__(self, key: str) -> Any: ...
-
-    def __setitem__(self, key: str, value: Any) -> None: ...
-
-    def __contains__(self, key: str) -> bool: ...
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, or the default if the view does not contain it."""
 
 
 class PipelineStateError(ValueError):
@@ -64,7 +46,13 @@ class StepState:
 
     Tensors are detached from their autograd graph when they are written. Values are shared, not copied: a reader does
     not change them in place. A value that is read in the other view is converted once, until it is written again.
+
+    A name is in a view if it can be read there. Reading a missing value raises MissingStateError; a value that cannot
+    be converted to the view raises PipelineStateError.
     """
+
+    late_devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    """Types of devices for whose tensors the host has to wait."""
 
     def __init__(
         self, values: Mapping[str, Any] | None = None, *, microbatches: int = 1, specs: Mapping[str, Spec] | None = None
@@ -93,11 +81,11 @@ class StepState:
         self._shards: dict[str, dict[int, Any]] = {}  # by microbatch, shards that were written or split off
         self._split: set[str] = set()  # names of values that were split off by an inferred spec
 
-    def microbatch(self, index: int) -> StateView:
+    def microbatch(self, index: int) -> "MicrobatchView":
         """Return the sharded view of one microbatch, counted from 0."""
         if not 0 <= index < self.microbatches:
             raise PipelineStateError(f"there is no microbatch({index}): microbatches are 0 to {self.microbatches - 1}")
-        return _MicrobatchView(self, index)
+        return MicrobatchView(self, index)
 
     def __getitem__(self, key: str) -> Any:
         if key in self._written:
@@ -132,10 +120,6 @@ class StepState:
     def microbatches_present(self, key: str) -> list[int]:
         """Return the microbatches, counted from 0, with a written value; [] if it was never written."""
         return [*range(self.microbatches)] if key in self._written else sorted(self._shards.get(key, ()))
-
-    def is_on_gpu(self, tensor: Tensor) -> bool:
-        """Return whether the host has to wait for a device to read a tensor."""
-        return tensor.is_cuda
 
     def start_host_copy(self, tensors: Mapping[str, Tensor]) -> "HostCopy":
         """Start to copy tensors (numbers,) to the host."""
@@ -173,7 +157,7 @@ class StepState:
     def number(self, key: str) -> float:
         """Return a number of the global view; waits for its copy to the host. Raises MissingStateError."""
         value = self[key]
-        if not isinstance(value, Tensor) or not self.is_on_gpu(value):
+        if not isinstance(value, Tensor) or value.device.type not in self.late_devices:
             return float(value)
         if id(value) not in self._read:  # the state keeps every tensor that was copied, so that ids are unique
             self._read[id(value)] = float(self.read_on_host(key))
@@ -191,7 +175,8 @@ class StepState:
     def _iterate_tensors_on_device(self) -> Iterator[Tensor]:
         """Yield the tensors written in the global view that are not on the CPU."""
         for value in self._written.values():
-            yield from (leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor) and self.is_on_gpu(leaf))
+            tensors = (leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor))
+            yield from (tensor for tensor in tensors if tensor.device.type in self.late_devices)
 
     def _iterate_finished_host_copies(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the id of every tensor that was copied, with its copy; waits for the copies."""
@@ -248,7 +233,7 @@ class StepState:
 
 
 @attrs.frozen
-class _MicrobatchView:
+class MicrobatchView:
     """Sharded view of one microbatch, which reads and writes its shards in the state."""
 
     _state: StepState

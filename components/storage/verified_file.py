@@ -7,8 +7,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.storage.durable_files import RegularFile, open_regular_file
-from drawloom.components.storage.sha256_stream import BLOCK, FileDigest, hash_block
+from drawloom.components.storage.durable_files import BLOCK, FileDigest, RegularFile, hash_block, open_regular_file
 
 HASH_THREADS = 4  # threads that hash the blocks of one read
 

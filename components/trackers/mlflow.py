@@ -1,6 +1,5 @@
 """Tracker for MLflow, in a database in the run folder or on a tracking server."""
 
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from drawloom import component, internal, setting
 from drawloom.components.storage.durable_files import create_folder_unless_link, open_to_append
 from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
-from drawloom.ports import Histogram, RunFolder, RunInfo, flatten_properties
+from drawloom.ports import Histogram, RunFolder, RunInfo, flatten_properties, run_log
 
 REFUSED_CHARACTERS = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow refuses in names."""
@@ -20,8 +19,6 @@ MAX_PARAMS = 100
 
 MAX_PARAM_LENGTH = 6000
 """Largest number of characters of a param's value in MLflow."""
-
-log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe", needs={"mlflow": "drawloom[mlflow]"})
@@ -70,7 +67,7 @@ class MlflowTracker(ServiceTracker):
         self._log_properties(run)
         self._run = run
         if not is_local:
-            log.info("MLflow: run %s of experiment %s at %s", run, self.experiment, self.uri)
+            run_log.info("MLflow: run %s of experiment %s at %s", run, self.experiment, self.uri)
 
     def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
         self._open_writer_after(step - 1)

@@ -1,6 +1,5 @@
 """Tracker for Weights & Biases."""
 
-import logging
 import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -8,12 +7,10 @@ from typing import Any, ClassVar, Literal
 from drawloom import component, internal, setting
 from drawloom.components.storage.durable_files import create_folder_unless_link
 from drawloom.components.trackers.background import LoggedRunTracker, import_tracker_package
-from drawloom.ports import NodeState, RunFolder, RunInfo
+from drawloom.ports import NodeState, RunFolder, RunInfo, run_log
 
 STEP = "step"
 METRICS_ONLY = {"silent": True, "console": "off", "disable_code": True, "disable_git": True, "x_disable_stats": True}
-
-log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe", needs={"wandb": "drawloom[wandb]"})
@@ -68,7 +65,7 @@ class WandbTracker(LoggedRunTracker):
             settings=self._package.Settings(**METRICS_ONLY),
         )
         if self.mode == "online":
-            log.info("Weights & Biases: %s", self._run.url)
+            run_log.info("Weights & Biases: %s", self._run.url)
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
 

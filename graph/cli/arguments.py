@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import attrs
 
-from drawloom.graph.cli.command import Command
-from drawloom.graph.cli.result import INVALID, list_output_formats
+from drawloom.graph.cli.command import INVALID, Command, list_output_formats
 from drawloom.graph.component import Bound, Check
 from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.types.assignable import union_members_except_none

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.cli.result import list_json_fields
+from drawloom.graph.cli.command import list_json_fields
 
 
 def as_data(value: Any) -> Any:

@@ -15,13 +15,14 @@ from pathlib import Path
 import attrs
 
 from drawloom.graph.cli.arguments import Parser, parse_command
-from drawloom.graph.cli.command import GROUPS, Command
-from drawloom.graph.cli.result import (
+from drawloom.graph.cli.command import (
     FAILED,
+    GROUPS,
     INTERRUPTED,
     INVALID,
     JSON,
     OK,
+    Command,
     CommandFailure,
     Console,
     describe_machine_limit,

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.graph.cli.arguments import list_arguments
-from drawloom.graph.cli.command import Command
+from drawloom.graph.cli.command import INVALID, Command, CommandFailure, Schema, find_result_classes, list_json_fields
 from drawloom.graph.cli.main import load_command
-from drawloom.graph.cli.result import INVALID, CommandFailure, Schema, find_result_classes, list_json_fields
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project
 

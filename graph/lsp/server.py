@@ -14,10 +14,16 @@ from pygls.uris import from_fs_path, to_fs_path
 
 from drawloom.graph.lsp.completion import Kind, find_replaced_range, list_completions
 from drawloom.graph.lsp.cursor import Cursor
-from drawloom.graph.lsp.definition import find_definitions
 from drawloom.graph.lsp.diagnostics import Diagnostic, diagnose
 from drawloom.graph.lsp.hover import describe_token
-from drawloom.graph.lsp.references import References, Symbol, find_rename_ranges, find_symbol, find_symbol_ranges
+from drawloom.graph.lsp.references import (
+    References,
+    Symbol,
+    find_definitions,
+    find_rename_ranges,
+    find_symbol,
+    find_symbol_ranges,
+)
 from drawloom.graph.lsp.workspace import Meaning, Workspace
 from drawloom.graph.problems import Position, UserError
 from drawloom.graph.project import Project

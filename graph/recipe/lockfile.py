@@ -41,14 +41,6 @@ class RecipeChange:
         return f"{verb}: {self.old} -> {self.new}"
 
 
-def _return_no_changes(_older: str) -> list[RecipeChange]:
-    return []
-
-
-def _draw_nothing(_step: bool) -> str:
-    return ""
-
-
 @attrs.frozen(eq=False)
 class ResolvedRecipe:
     """
@@ -63,8 +55,8 @@ class ResolvedRecipe:
     _text: str | Callable[[], str]
     _hash: str | Callable[[], str]
     accept_changes: bool = False
-    changes: Callable[[str], list[RecipeChange]] = _return_no_changes
-    draw: Callable[[bool], str] = _draw_nothing
+    changes: Callable[[str], list[RecipeChange]] = lambda _older: []
+    draw: Callable[[bool], str] = lambda _step: ""
     _lock: str | Callable[[], str] | None = attrs.field(default=None, kw_only=True)
 
     @cached_property

@@ -38,10 +38,10 @@ class Container(Mapping[str, Any]):
     `close()` in reverse order, on objects with these methods. `replacements` are objects for some nodes. They are
     checked like nodes, but neither opened nor closed. None leaves out a node reached only by optional edges.
 
-    After a failure, the container calls `FailureHandler.on_failure` of open objects before it closes any object; they
+    After a failure, the container calls `on_failure` of open objects before it closes any object; they
     may return another exception to raise instead. If it is a ReopenError, nodes hand values over to their successors
-    (`Predecessor.hand_over`), and the next container passes them on (`Predecessor.take_over`) before it opens a node.
-    The container enters the contexts from `LifecycleWatcher.lifecycle_context` of all other objects, open or not,
+    (`hand_over`), and the next container passes them on (`take_over`) before it opens a node.
+    The container enters the contexts from `lifecycle_context` of all other objects, open or not,
     around every open() and close().
     """
 

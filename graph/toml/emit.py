@@ -1,7 +1,9 @@
 """Write plain values as TOML 1.0, each on one line."""
 
+import json
 import re
 from datetime import date, datetime, time
+from functools import partial
 from typing import Any
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -35,15 +37,8 @@ def dump_toml(plain: Any) -> str:
     raise TypeError(f"TOML can't express {plain!r}")
 
 
-def dump_canonical(plain: Any) -> str:
-    """
-    Return a text that is equal only for equal values: true is not 1, 1 is not 1.0, and the order of keys is ignored.
-    """
-    if isinstance(plain, dict):
-        return f"{{{', '.join(f'{dump_key(name)} = {dump_canonical(plain[name])}' for name in sorted(plain))}}}"
-    if isinstance(plain, list | tuple):
-        return f"[{', '.join(map(dump_canonical, plain))}]"
-    return dump_toml(plain)
+dump_canonical = partial(json.dumps, sort_keys=True, default=lambda moment: f"{type(moment).__name__} {moment}")
+"""Return a text that is equal only for equal values: true is not 1, 1 is not 1.0, and the order of keys is ignored."""
 
 
 def dump_key(name: str) -> str:

@@ -1,17 +1,21 @@
-"""Make nodes with settings and edges from a recipe. Every problem is collected, and no problem hides another."""
+"""
+Make nodes with settings and edges from a recipe. Every problem is collected, and no problem hides another.
+
+If an edge has no target, a node is missing or does not fit, or several do.
+"""
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
 from drawloom.graph.component import internal, port_needs_named_nodes
-from drawloom.graph.problems import KeyPath, Problem
+from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.registry.registry import Field, Registry
-from drawloom.graph.types.port_match import implements, implements_any
+from drawloom.graph.types.port_match import find_mismatches, implements, implements_any, join_mismatches
 from drawloom.graph.wiring.node import Edge, Node, format_path
 from drawloom.graph.wiring.settings import INVALID_VALUE, SettingsResolver
 
@@ -198,16 +202,12 @@ class EdgeResolver:
         if name.endswith(".*") and many and group in self.recipe.groups:
             return [member for member in self.recipe.groups[group] if member in self.nodes]
         if name not in self.recipe.nodes:
-            from drawloom.graph.wiring.misfits import report_missing_target  # few recipes have problems
-
             report_missing_target(node, name, path, many, self.recipe)
         return []
 
     def _implements_port_or_report(self, node: Node, field: Field, name: str, path: KeyPath) -> bool:
         target = self.nodes[name]
         if not implements_any(target.spec.cls, field.ports):
-            from drawloom.graph.wiring.misfits import explain_misfit  # few recipes have problems
-
             ports = " or ".join(port.__name__ for port in field.ports)
             node.add_problem(
                 "DL314", f"{format_path(path)} needs a {ports}, but {explain_misfit(target, field)}", "", path
@@ -231,8 +231,6 @@ class EdgeResolver:
         elif not fitting and field.kind == "optional":
             return
         elif len(self.nodes) >= len(self.recipe.nodes):  # otherwise an invalid table may be the node
-            from drawloom.graph.wiring.misfits import report_missing_or_ambiguous_target
-
             report_missing_or_ambiguous_target(node, field, fitting, self.nodes, self.registry)
 
     def _find_implementers_with_own_table(self, field: Field) -> list[str]:
@@ -256,3 +254,52 @@ class EdgeResolver:
                     reason = "whose name is saved with its state, so it can't be written inline"
                     text = f"{node.spec.use!r} is a {port.__name__}, {reason}"
                     node.add_problem("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')
+
+
+MAX_CANDIDATES_SHOWN = 6
+"""Candidates for an edge in a message."""
+
+
+def report_missing_target(node: Node, name: str, path: KeyPath, many: bool, recipe: MergedRecipe) -> None:
+    """Report an edge to an unknown node or group."""
+    group = name.removesuffix(".*")
+    if group in recipe.groups:
+        hint = (
+            f'write "@{group}.*" for all its members'
+            if many
+            else "this edge accepts a single node: name a member of the group"
+        )
+        text = f"{format_path(path)}: {group!r} is a group, not a node"
+    else:
+        text = f"{format_path(path)}: there is no {'group' if name.endswith('.*') else 'node'} {group!r}"
+        hint = did_you_mean(group, recipe.groups if name.endswith(".*") else recipe.nodes)
+    node.add_problem("DL313", text, hint, path)
+
+
+def report_missing_or_ambiguous_target(
+    node: Node, field: Field, fitting: list[str], nodes: Mapping[str, Node], registry: Registry
+) -> None:
+    """Report that none or several of the recipe's `nodes` fit an edge which the recipe leaves out."""
+    port = " or ".join(port.__name__ for port in field.ports)
+    if not fitting:
+        text = f"{node.spec.use!r} needs a {port} for {field.name!r}, but no node implements it"
+        uses = [spec.use for spec in registry.specs() if implements_any(spec.cls, field.ports)]
+        more = " or another" if len(uses) > MAX_CANDIDATES_SHOWN else ""
+        named = " or ".join(f'"{use}"' for use in uses[:MAX_CANDIDATES_SHOWN])
+        hint = f"add a node with use = {named}{more}" if uses else "add a node that implements it"
+        if (namesake := nodes.get(field.name)) is not None:  # another component was written there
+            text += f": {explain_misfit(namesake, field)}"
+            hint = f"`drawloom list --fits {namesake.name}` lists the components that do"
+        return node.add_problem("DL316", text, hint)
+    remaining = [f"{len(fitting) - MAX_CANDIDATES_SHOWN} more"] if len(fitting) > MAX_CANDIDATES_SHOWN else []
+    *most, last = [*(f"[{name}]" for name in fitting[:MAX_CANDIDATES_SHOWN]), *remaining]
+    names = f"{', '.join(most)} and {last}"
+    hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting[:MAX_CANDIDATES_SHOWN])
+    quantifier = "both" if len(fitting) == 2 else "all"
+    node.add_problem("DL316", f"{field.name!r} needs one {port}, but {names} {quantifier} implement it", hint)
+
+
+def explain_misfit(node: Node, field: Field) -> str:
+    """Return a node's component, and why it does not implement a field's port."""
+    why = join_mismatches([reason for port in field.ports for reason in find_mismatches(node.spec.cls, port)[:2]])
+    return f"[{node.name}] is {node.spec.use!r}: it {why}"

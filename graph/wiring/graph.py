@@ -241,7 +241,8 @@ class Graph:
     def _removals_of_references(self) -> list[_Removal]:
         """The references removed from edges by values or edits of a layer."""
         removals = []
-        for leaf in (leaf for table in self.recipe.nodes.values() for leaf in iterate_leaves(table)):
+        edges = (item for node in self.nodes.values() for key, item in node.table.items.items() if key in node.edges)
+        for leaf in (leaf for edge in edges for leaf in iterate_leaves(edge)):
             for new, old in pairwise(leaf.history()):
                 replaced = _collect_references(old.value) - _collect_references(new.value)
                 removals.append(_Removal(new.layer, replaced, is_edit=False))

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.kernels.operation import accumulation_dtype
 from drawloom.kernels.stochastic_rounding.eager import philox, round_stochastically, split_into_16bit_halves
 
 BLOCK = 256
@@ -217,20 +216,16 @@ class AdamwEager:
         scalars: Tensor,
         counter: int | None = None,
         found_inf: Tensor | None = None,
-        factors: Tensor | None = None,
     ) -> None:
         """
         Update all weights and their state in place, unless `found_inf`, float32 () on their device, is not 0.
 
         `grads` has each weight's gradient (its shape, any float dtype); `scalars` comes from `compute_step_scalars`;
-        `counter` selects the step's noise, and None rounds to the nearest. Gradients are multiplied by all
-        `factors`, float32 (factors,) on the device, and every product is rounded to their dtype.
+        `counter` selects the step's noise, and None rounds to the nearest.
         """
         rows = scalars.expand(len(self._params), -1)
         for param, grad, row in zip(self._params, grads, rows, strict=True):
             flat = grad.reshape(-1)
-            for factor in () if factors is None else factors:
-                flat = (flat * factor.to(accumulation_dtype(flat)).reshape(1)).to(grad.dtype)
             ascent = flat.neg() if self._maximize else flat
             _step_in_chunks(param, ascent, row, counter, found_inf)
 

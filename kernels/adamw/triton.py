@@ -4,8 +4,7 @@ AdamW in Triton, rounded to the nearest or stochastically: one launch for all we
 A table on the device holds the addresses of every weight, its gradient and its state. A second table assigns a weight
 and a part of it to every program. Two small tensors on the device hold the values that change from step to step, so a
 launch can be captured in a CUDA graph and replayed. Nothing is contracted into fused multiply-adds, and division
-and square root are rounded by IEEE 754, so the results are bitwise equal to the eager implementation. Gradients may
-have factors; products have the bits of tensors scaled in place.
+and square root are rounded by IEEE 754, so the results are bitwise equal to the eager implementation.
 
 With running means in 8 bits, a program decodes, updates and encodes blocks with 256 elements in a row, each with its
 own scale. The nearest code is computed from the number's place in its decade. Only blocks with a number beside a
@@ -22,14 +21,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.adamw.eager import BLOCK as CODE_BLOCK
 from drawloom.kernels.adamw.eager import SMALLEST, ParamState, compute_values_and_midpoints
-from drawloom.kernels.gradients.eager import scale_and_sum_squares
 from drawloom.kernels.triton.primitives import (
     cache_launches,
     cdiv,
     limit_registers,
+    load_float32,
     load_or_zero,
     philox,
     round_stochastically,
@@ -80,13 +80,10 @@ class AdamwTriton:
         scalars: Tensor,
         counter: int | None = None,
         found_inf: Tensor | None = None,
-        factors: Tensor | None = None,
     ) -> None:
         """Update all weights and their state in place. The arguments are those of AdamwEager.step."""
         for indices, launch in self._launches:
-            launch.run(
-                [grads[index] for index in indices], *launch.upload_scalars(scalars, counter), found_inf, factors
-            )
+            launch.run([grads[index] for index in indices], *launch.upload_scalars(scalars, counter), found_inf)
 
 
 def _get_launch_group_key(param: ParamState) -> tuple[str, ...]:
@@ -145,43 +142,42 @@ class _FusedStep:
         scalars: Tensor,
         counter: Tensor | None = None,
         found_inf: Tensor | None = None,
-        factors: Tensor | None = None,
     ) -> None:
         """
         Launch the step with gradients (any shape) in the weights' order, and the tensors from `upload_scalars`.
 
-        The weights do not change if `found_inf` is not 0. `factors`, float32 (factors,), multiply the gradients.
+        The weights do not change if `found_inf` is not 0.
         """
-        grads, factors = _cast_and_scale_if_mixed_dtypes([_align_gradient(grad) for grad in grads], factors)
+        grads = [_align_gradient(grad) for grad in grads]
+        if len({grad.dtype for grad in grads}) > 1:  # rare enough for copies
+            grads = [grad.float() for grad in grads]
         addresses = [grad.data_ptr() for grad in grads]
         # Gradients move when they are freed and allocated again; the addresses of other tensors are constant.
         if addresses != self._addresses:
             rows = [_make_table_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
             self._table, self._addresses = upload(torch.tensor(rows), self._device), addresses
         tables = self._table, self._parts, self._weight_decays
-        numbers = scalars, 0 if scalars.ndim == 1 else scalars.stride(0), counter, found_inf, factors
+        numbers = scalars, 0 if scalars.ndim == 1 else scalars.stride(0), counter, found_inf
         likes = self._likes[0], grads[0].view(-1)[:0]
-        arguments, factor_count = (*tables, *numbers, *likes), 0 if factors is None else len(factors)
+        arguments = *tables, *numbers, *likes
         if self._has_codes:
-            self._launch_with_codes(arguments, factor_count)
+            self._launch_with_codes(arguments)
             return
         _adamw_kernel[(len(self._parts),)](
             *arguments,
             self._likes[1],
             **self._constants,
-            FACTORS=factor_count,
             PART=PART,
             BLOCK=BLOCK,
             TABLE_COLUMNS=TABLE_COLUMNS,
             enable_fp_fusion=False,
         )
 
-    def _launch_with_codes(self, arguments: tuple[Any, ...], factor_count: int) -> None:
+    def _launch_with_codes(self, arguments: tuple[Any, ...]) -> None:
         whole = self._params[0].has_whole_blocks and self._constants["ALIGNED"]
         _adamw_8bit_kernel[(len(self._parts),)](
             *arguments,
             _upload_code_values_and_midpoints(self._device),
-            FACTORS=factor_count,
             ROWS=self._constants["ROWS"],
             PAIRS=whole and self._constants["PAIRS"],
             WHOLE=whole,
@@ -220,43 +216,18 @@ def _upload_code_values_and_midpoints(device: torch.device) -> Tensor:
     return upload(torch.cat(padded), device)
 
 
-def _cast_and_scale_if_mixed_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
-    """
-    Return gradients (any shapes) in one dtype, as a launch needs, and remaining factors, float32 (factors,).
-
-    Mixed dtypes are rare enough for copies.
-    """
-    if len({grad.dtype for grad in grads}) == 1:
-        return grads, factors
-    for factor in () if factors is None else factors.double():
-        scale_and_sum_squares(grads, factor)
-    return [grad.float() for grad in grads], None
-
-
 def _align_gradient(grad: Tensor) -> Tensor:
     """Return the gradient, contiguous and aligned for vectorized loads."""
     grad = grad.contiguous()
     return grad if grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
 
 
-@triton.jit
-def multiply_by_factors(gradients, factors, FACTORS: tl.constexpr):
-    """Return gradients, in float32, times all factors; every product is rounded to their own dtype."""
-    dtype = gradients.dtype
-    gradients = gradients.to(tl.float32)
-    for number in tl.static_range(FACTORS):
-        gradients = (gradients * tl.load(factors + number)).to(dtype).to(tl.float32)
-    return gradients
-
-
 # fmt: off
 @cache_launches()
 def _adamw_kernel(
-    table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like,
-    exp_avg_like,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr,
-    MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    TABLE_COLUMNS: tl.constexpr,
+    table, parts, decays, scalars, scalars_stride, counter, found_inf, weight_like, grad_like, exp_avg_like,
+    ALIGNED: constexpr, ROWS: constexpr, PAIRS: constexpr, AMSGRAD: constexpr, MASTER: constexpr,
+    MAXIMIZE: constexpr, PART: constexpr, BLOCK: constexpr, TABLE_COLUMNS: constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -286,11 +257,10 @@ def _adamw_kernel(
         else:
             index = _parameter_index(element, first, width, stride, ROWS)
         if start + block + BLOCK <= count:
-            _update_elements(tensors, factors, element, None, key, index, noise_step, step, PAIRS, AMSGRAD, MASTER,
-                    MAXIMIZE, FACTORS)
+            _update_elements(tensors, element, None, key, index, noise_step, step, PAIRS, AMSGRAD, MASTER, MAXIMIZE)
         else:
-            _update_elements(tensors, factors, element, element < count, key, index, noise_step, step, PAIRS, AMSGRAD,
-                    MASTER, MAXIMIZE, FACTORS)
+            _update_elements(tensors, element, element < count, key, index, noise_step, step, PAIRS, AMSGRAD, MASTER,
+                    MAXIMIZE)
 
 
 @triton.jit
@@ -311,7 +281,7 @@ def _load_step_scalars(scalars, decay):
 
 
 @triton.jit
-def _load_weight(weight, remainder, element, mask, MASTER: tl.constexpr):
+def _load_weight(weight, remainder, element, mask, MASTER: constexpr):
     """Load a weight in float32; with MASTER, put its halves together."""
     if MASTER:
         high = tl.load(weight + element, mask=mask).to(tl.int16, bitcast=True).to(tl.int32)
@@ -332,7 +302,7 @@ def _store_split_weight(weight, remainder, element, mask, new):
 
 
 @triton.jit
-def _parameter_index(element, first, width, stride, ROWS: tl.constexpr):
+def _parameter_index(element, first, width, stride, ROWS: constexpr):
     """Return the indices in the whole parameter for its part's elements, the weight."""
     if ROWS:
         element = element // width * stride + element % width
@@ -341,15 +311,15 @@ def _parameter_index(element, first, width, stride, ROWS: tl.constexpr):
 
 @triton.jit
 def _update_elements(
-    tensors, factors, element, mask, key, index, counter, step, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr,
-    MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr,
+    tensors, element, mask, key, index, counter, step, PAIRS: constexpr, AMSGRAD: constexpr,
+    MASTER: constexpr, MAXIMIZE: constexpr,
 ):
     # fmt: on
     """Update elements by AdamW, with noise for the parameter indices `index`, of all elements or only the even ones."""
     weight, grad, exp_avg, exp_avg_sq, max_sq, remainder = tensors
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = step
     old = _load_weight(weight, remainder, element, mask, MASTER)
-    g = multiply_by_factors(tl.load(grad + element, mask=mask), factors, FACTORS)
+    g = tl.load(grad + element, mask=mask).to(tl.float32)
     m = tl.load(exp_avg + element, mask=mask).to(tl.float32)
     s = tl.load(exp_avg_sq + element, mask=mask).to(tl.float32)
     if MAXIMIZE:
@@ -381,7 +351,7 @@ def _update_elements(
 
 
 @triton.jit
-def _round_stochastically_if_bfloat16(x, word, index, pointer, PAIRS: tl.constexpr):
+def _round_stochastically_if_bfloat16(x, word, index, pointer, PAIRS: constexpr):
     """Round x stochastically with halves of the random words if the pointer is to bfloat16, else return it."""
     if pointer.dtype.element_ty == tl.bfloat16:
         x = _round_by_half_of_word(x, word, index, PAIRS)
@@ -389,7 +359,7 @@ def _round_stochastically_if_bfloat16(x, word, index, pointer, PAIRS: tl.constex
 
 
 @triton.jit
-def _round_by_half_of_word(x, word, index, PAIRS: tl.constexpr):
+def _round_by_half_of_word(x, word, index, PAIRS: constexpr):
     """Round x to bfloat16 stochastically, by its elements' indices, or for pairs by the even ones."""
     noise = split_into_16bit_halves(word) if PAIRS else tl.where((index & 1) > 0, word >> 16, word & 0xFFFF)
     return round_stochastically(x, noise)
@@ -398,10 +368,10 @@ def _round_by_half_of_word(x, word, index, PAIRS: tl.constexpr):
 # fmt: off
 @cache_launches()
 def _adamw_8bit_kernel(
-    table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like, maps,
-    FACTORS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, MASTER: tl.constexpr,
-    MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAM_BLOCKS: tl.constexpr, TABLE_COLUMNS: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    table, parts, decays, scalars, scalars_stride, counter, found_inf, weight_like, grad_like, maps,
+    ROWS: constexpr, PAIRS: constexpr, WHOLE: constexpr, MASTER: constexpr,
+    MAXIMIZE: constexpr, BLOCK: constexpr, PROGRAM_BLOCKS: constexpr, TABLE_COLUMNS: constexpr,
+    SMALLEST: constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -433,7 +403,7 @@ def _adamw_8bit_kernel(
             mask = (block % by_row) * BLOCK + tl.arange(0, BLOCK) < width
         element = start + tl.arange(0, BLOCK)
         old = _load_weight(weight, remainder, element, mask, MASTER)
-        g = multiply_by_factors(load_or_zero(grad + element, mask), factors, FACTORS)
+        g = load_float32(grad + element, mask)
         if MAXIMIZE:
             g = -g
         m = tl.load(maps + load_or_zero(mean + element, mask).to(tl.int32)) * tl.load(mean_scale + block)
@@ -492,7 +462,7 @@ def _subtract_usual_quotient(old, m, s, corrected_lr, sq_correction, eps):
 
 @triton.jit
 def _encode_and_store_moments(
-    numbers, codes, scales, midpoints, element, block, mask, SIGNED: tl.constexpr, SMALLEST: tl.constexpr
+    numbers, codes, scales, midpoints, element, block, mask, SIGNED: constexpr, SMALLEST: constexpr
 ):
     """Store the nearest codes, and the largest magnitude as their scale; return it."""
     if mask is not None:
@@ -522,7 +492,7 @@ def _encode_and_store_moments(
 
 
 @triton.jit
-def _compute_code(relative, SIGNED: tl.constexpr):
+def _compute_code(relative, SIGNED: constexpr):
     """
     Return the nearest code, in the lowest 8 bits, to a number from -1 to 1, and a doubt.
 
@@ -534,11 +504,11 @@ def _compute_code(relative, SIGNED: tl.constexpr):
     midpoints are whole numbers, but a decade's first one, a power of two, is at a fifth. The sum is one half less, so
     it is rounded to the rank.
     """
-    codes: tl.constexpr = 1.0 if SIGNED else 2.0
-    count: tl.constexpr = 64.0 * codes
-    first: tl.constexpr = 2.75e-7 if SIGNED else 1.625e-7
-    slope: tl.constexpr = codes * 0.8 / 7.75e-7
-    least: tl.constexpr = codes + 0.2 - slope * first
+    codes: constexpr = 1.0 if SIGNED else 2.0
+    count: constexpr = 64.0 * codes
+    first: constexpr = 2.75e-7 if SIGNED else 1.625e-7
+    slope: constexpr = codes * 0.8 / 7.75e-7
+    least: constexpr = codes + 0.2 - slope * first
     size = tl.abs(relative)
     rank = tl.fma(_ramp(size, slope / (2 * codes - least), 0.0), 2 * codes - least, least - 0.5)
     for decade in tl.static_range(1, 6):

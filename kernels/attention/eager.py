@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.costs import register_costs
-from drawloom.kernels.operation import once_differentiable, upcast
+from drawloom.kernels.operation import once_differentiable, register_costs, upcast
 
 
 def attention_on_meta(

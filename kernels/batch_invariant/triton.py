@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
+from triton.language import constexpr
 
 from drawloom.kernels.attention.eager import AttentionImplementation, attention_flops, attention_on_meta
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
@@ -29,13 +30,13 @@ from drawloom.kernels.triton.primitives import (
 QUERIES, NEW_QUERIES = 64, 16
 """A tile's rows, for all heads in a group; few new tokens have the smaller tile, with the same bits."""
 
-UNIT = tl.constexpr(2.0**24)
+UNIT = constexpr(2.0**24)
 """Weights are added up as integers in these units: sums of floats depend on their order, which the tile determines."""
 
 MAX_CHANNEL_BYTES = 512
 """A key's bytes up to which two blocks with 64 keys and values fit into shared memory; wider keys have 32."""
 
-MASKED = tl.constexpr(-1e38)
+MASKED = constexpr(-1e38)
 """A hidden key's score: its weight is 0 beside any other key, and scores differ by finite numbers."""
 
 
@@ -190,9 +191,9 @@ def _attend(
 def _block_attention_kernel(
     q, k, v, documents, sinks, key_count, result, length, keys, window, scale, softcap,
     q_row, q_position, q_head, k_row, k_position, k_head, v_row, v_position, v_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, CAPPED: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, V_DIM: constexpr,
+    HEAD_BLOCK: constexpr, V_BLOCK: constexpr, CAPPED: constexpr,
+    QUERIES: constexpr, KEYS: constexpr,
 ):
     # fmt: on
     if key_count is not None:

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.triton.chunks import (
     CHUNK,
@@ -42,10 +43,10 @@ from drawloom.kernels.triton.chunks import (
 )
 from drawloom.kernels.triton.primitives import cache_launches, load_float32
 
-MAX_EXPONENT = tl.constexpr(40.0)
+MAX_EXPONENT = constexpr(40.0)
 """The largest exponent of a factor: two such factors and a sum over channels fit into bfloat16 and float32."""
 
-MAX_FLOAT16_EXPONENT = tl.constexpr(8.0)
+MAX_FLOAT16_EXPONENT = constexpr(8.0)
 """The same for float16, in which queries and keys times such factors must fit."""
 
 
@@ -96,12 +97,12 @@ def compute_gradients_by_channel(inputs: tuple[Tensor, ...], results: tuple[Tens
 # fmt: off
 @cache_launches("length", "chunks")
 def _decay_queries_and_keys(
-    q, k, g, ids, before, decayed_q, decayed_k, k_to_end, sums, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    q, k, g, ids, before, decayed_q, decayed_k, k_to_end, sums, length, chunks, HEADS: constexpr,
+    GROUPS: constexpr, K: constexpr, BK: constexpr,
 ):
     # fmt: on
     """Store BK channels of `DecayedKeys`."""
-    PARTS: tl.constexpr = (K + BK - 1) // BK
+    PARTS: constexpr = (K + BK - 1) // BK
     channel = tl.program_id(0) % PARTS * BK + tl.arange(0, BK)
     _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
     head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
@@ -120,13 +121,13 @@ def _decay_queries_and_keys(
 
 
 @triton.jit
-def _load_border_decays(sums, head_tokens, end, size, is_alone, channel, K: tl.constexpr, DTYPE: tl.constexpr):
+def _load_border_decays(sums, head_tokens, end, size, is_alone, channel, K: constexpr, DTYPE: constexpr):
     """
     Return factors from and to the border between a token's halves with `size` tokens, the pairs, and the next size.
 
     The next size is 0 if all decays in the halves are above exp(-LIMIT): then these factors serve pairs in a half, too.
     """
-    LIMIT: tl.constexpr = MAX_FLOAT16_EXPONENT if tl.float16 == DTYPE else MAX_EXPONENT
+    LIMIT: constexpr = MAX_FLOAT16_EXPONENT if tl.float16 == DTYPE else MAX_EXPONENT
     first, token, _inside, head, HEADS = head_tokens
     border = (token | (2 * size - 1)) - size  # the first half's last token
     exponents = load_tile(sums, head_tokens, channel, K)
@@ -142,9 +143,9 @@ def _load_border_decays(sums, head_tokens, end, size, is_alone, channel, K: tl.c
 # fmt: off
 @cache_launches("length", "chunks")
 def _solve_chunk_systems(
-    q, k, v, beta, ids, before, decayed_k, sums, scores, inverse, keys, written, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, beta, ids, before, decayed_k, sums, scores, inverse, keys, written, length, chunks, HEADS: constexpr,
+    GROUPS: constexpr, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr,
+    PRECISION: constexpr,
 ):
     # fmt: on
     """Store, by chunk and head, decayed scores, the inverse system, and its products with keys and values."""
@@ -176,7 +177,7 @@ def _solve_chunk_systems(
     store_tile(scores, head_tokens, token, CHUNK, tl.where(is_pair, by_query, 0.0))
     factors = load_by_token(beta, head_tokens).to(tl.float32)
     system = tl.where(is_pair & (token[:, None] > token[None, :]), factors[:, None] * by_key, 0.0)
-    DTYPE: tl.constexpr = tl.float16 if k.dtype.element_ty.primitive_bitwidth == 16 else tl.float32
+    DTYPE: constexpr = tl.float16 if k.dtype.element_ty.primitive_bitwidth == 16 else tl.float32
     solved = invert_unit_lower_triangular(system, DTYPE, PRECISION)
     store_tile(inverse, head_tokens, token, CHUNK, solved)
     weighted = (solved * factors[None, :]).to(k.dtype.element_ty)
@@ -188,12 +189,12 @@ def _solve_chunk_systems(
 @cache_launches("length", "chunks")
 def _compute_gradients(
     grad, q, k, beta, written, states, grad_written, grad_states, grad_scores, grad_pairs, sums, ids, before, grad_q,
-    grad_k, grad_g, part_factors, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    grad_k, grad_g, part_factors, length, chunks, HEADS: constexpr, GROUPS: constexpr, K: constexpr,
+    V: constexpr, BK: constexpr, BV: constexpr, PRECISION: constexpr,
 ):
     # fmt: on
     """Store a value head's gradients for BK channels in queries, keys and gates, and their part in beta's gradients."""
-    PARTS: tl.constexpr = (K + BK - 1) // BK
+    PARTS: constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
     number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
     head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)

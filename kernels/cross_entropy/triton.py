@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
+from triton.language import constexpr
 
 from drawloom.kernels.cross_entropy.cut import (
     CutCrossEntropy,
@@ -79,7 +80,7 @@ from drawloom.kernels.triton.primitives import (
 
 @triton.jit
 def _load_block(
-    x, first_row, first_column, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr,
+    x, first_row, first_column, rows, columns, stride, ROWS: constexpr, COLUMNS: constexpr, TMA: constexpr,
 ):
     """Load a matrix block, zero beyond the ends, by its descriptor or by its address."""
     if TMA:
@@ -93,7 +94,7 @@ def _load_block(
 @triton.jit
 def _get_logit_tile(
     logits, hidden, weight, token, word, width, tokens, words, logits_stride, hidden_stride, weight_stride,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
+    TOKENS: constexpr, WORDS: constexpr, STEP: constexpr, TMA: constexpr,
 ):
     """Return the logit tile that begins at a token and a word: read it, or compute hidden @ weight.T."""
     if logits is not None:
@@ -111,7 +112,7 @@ def _get_logit_tile(
 def lse_and_target_logit_kernel(
     logits, hidden, weight, targets, lse, target_logit, tokens, words, width,
     logits_stride, hidden_stride, weight_stride, lse_stride,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
+    TOKENS: constexpr, WORDS: constexpr, STEP: constexpr, TMA: constexpr,
 ):
     """Store log sum exp(logits) by token and word tile, and the targets' logits."""
     across = tl.cdiv(tokens, TOKENS)
@@ -137,8 +138,8 @@ def lse_and_target_logit_kernel(
 def grad_logits_kernel(
     hidden, weight, targets, lse, grad, grad_lse, grad_logits, active, tokens, words, width,
     hidden_stride, weight_stride, logits_stride, grad_stride, filter_eps,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr, HAS_LOGITS: tl.constexpr,
-    FILTERED: tl.constexpr,
+    TOKENS: constexpr, WORDS: constexpr, STEP: constexpr, TMA: constexpr, HAS_LOGITS: constexpr,
+    FILTERED: constexpr,
 ):
     """
     Store logit gradients, and flags for the tiles kept by the filter; other tiles are not written.
@@ -184,7 +185,7 @@ def grad_logits_kernel(
 @cache_launches("tokens")
 def grad_hidden_kernel(
     grad_logits, weight, tiles, counts, result, tokens, words, width, logits_stride, weight_stride, result_stride,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
+    TOKENS: constexpr, WORDS: constexpr, CHANNELS: constexpr, STEP: constexpr, TMA: constexpr,
 ):
     """Store grad_logits @ weight by token tile, summed over active word tiles in steps."""
     down, left = tl.program_id(0), tl.program_id(1) * CHANNELS
@@ -204,7 +205,7 @@ def grad_hidden_kernel(
 @cache_launches("tokens")
 def add_grad_weight_kernel(
     grad_logits, hidden, tiles, counts, result, tokens, words, width, logits_stride, hidden_stride,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
+    TOKENS: constexpr, WORDS: constexpr, CHANNELS: constexpr, STEP: constexpr, TMA: constexpr,
 ):
     """Add grad_logits.T @ hidden to the float32 result by word tile, over active token tiles in steps."""
     down, left = tl.program_id(0), tl.program_id(1) * CHANNELS
@@ -786,7 +787,7 @@ def _fill_losses_and_grad_logits(
 @cache_launches("ignore_index")
 def _cross_entropy_kernel(
     logits, targets, losses, lse, factors, words, stride, ignore_index,
-    LEARNS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    LEARNS: constexpr, BLOCK: constexpr, DEPTH: constexpr,
 ):
     # fmt: on
     token = tl.program_id(0).to(tl.int64)

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.float8.eager import (
     E4M3,
@@ -55,10 +56,10 @@ from drawloom.kernels.triton.primitives import (
     view_as_rows,
 )
 
-UP, BIAS, LEAST_EXPONENT = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
+UP, BIAS, LEAST_EXPONENT = (constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
 
 
-INFINITY = tl.constexpr(0x7F800000)
+INFINITY = constexpr(0x7F800000)
 """Infinity's bits in float32."""
 
 
@@ -126,7 +127,7 @@ def _norm_and_quantize(
 @cache_launches("count")
 def _norm_kernel(
     x, residual, weight, normed, summed, rstd, data, q_scale, count, width, x_stride, residual_stride, eps,
-    ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ZERO_CENTRED: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     result, row, column = norm_rows(
@@ -492,7 +493,7 @@ def _update_column_maxima(most, quantized, shift):
 def _quantize_kernel(
     x, second, third, up, factor, row_scale, data, scale, row_factor, parts, count, width, first_end, second_end,
     stride, second_stride, third_stride,
-    BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: constexpr, REST: constexpr, STAGES: constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -562,7 +563,7 @@ def _load_swiglu_gradient(grad, gate_and_up, factor, column, width):
 @cache_launches("count")
 def _swiglu_gradient_kernel(
     grad, gate_and_up, factor, row_scale, data, scale, row_factor, parts, count, width, grad_stride, gate_and_up_stride,
-    BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: constexpr, REST: constexpr, STAGES: constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -615,7 +616,7 @@ def _swiglu_gradient_kernel(
 # fmt: off
 @cache_launches("count")
 def _column_scale_kernel(
-    parts, factor, scale, inverse, count, width, COLUMNS: tl.constexpr, PARTS_PER_STEP: tl.constexpr,
+    parts, factor, scale, inverse, count, width, COLUMNS: constexpr, PARTS_PER_STEP: constexpr,
 ):
     # fmt: on
     """Reduce partial column maxima to scales by column, and their inverses."""
@@ -636,7 +637,7 @@ def _column_scale_kernel(
 @cache_launches("count")
 def _scale_and_transpose_kernel(
     x, result, row_scale, row_factor, column_factor, count, width, padded_count, stride, result_stride,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    TOKENS: constexpr, CHANNELS: constexpr,
 ):
     # fmt: on
     """Store a tile of x transposed, in float8, with zeros in padded rows."""
@@ -659,7 +660,7 @@ def _scale_and_transpose_kernel(
 
 # fmt: off
 @cache_launches("count")
-def _dequantize_kernel(data, scale, result, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _dequantize_kernel(data, scale, result, count, width, ROWS: constexpr, COLUMNS: constexpr):
     # fmt: on
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -942,14 +943,14 @@ def _sum_outer_products(result: Tensor, left: Tensor, right: Tensor, scale: Tens
     )
 
 
-LEAST = tl.constexpr(MIN_SCALE)
+LEAST = constexpr(MIN_SCALE)
 
 
 # fmt: off
 @cache_launches("count")
 def _copy_tokens_to_experts_kernel(
     data, scale, probabilities, choices, rows, row_scale, by_row, count, width,
-    CHOICES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CHOICES: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -969,7 +970,7 @@ def _copy_tokens_to_experts_kernel(
 
 
 @cache_launches()
-def _largest_magnitude_kernel(weight, parts, size, PARTS: tl.constexpr, STEP: tl.constexpr):
+def _largest_magnitude_kernel(weight, parts, size, PARTS: constexpr, STEP: constexpr):
     """Store a part's largest magnitude as bits; NaN is above infinity."""
     expert, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     length = tl.cdiv(size, PARTS * STEP) * STEP
@@ -985,7 +986,7 @@ def _largest_magnitude_kernel(weight, parts, size, PARTS: tl.constexpr, STEP: tl
 @cache_launches()
 def _cast_experts_kernel(
     weight, parts, scale, result, outputs, inputs,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    PARTS: constexpr, ROWS: constexpr, CHANNELS: constexpr,
 ):
     # fmt: on
     down, across = tl.cdiv(outputs, ROWS), tl.cdiv(inputs, CHANNELS)
@@ -1010,7 +1011,7 @@ def _cast_experts_kernel(
 # fmt: off
 @cache_launches("count")
 def _expert_swiglu_kernel(
-    gate_and_up, probabilities, data, scale, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    gate_and_up, probabilities, data, scale, count, width, stride, ROWS: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -1031,7 +1032,7 @@ def _expert_swiglu_kernel(
 @cache_launches("count")
 def _expert_swiglu_gradient_kernel(
     grad, gate_and_up, probabilities, data, scale, grad_probabilities, count, width, grad_stride, gate_and_up_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -1058,7 +1059,7 @@ def _expert_swiglu_gradient_kernel(
 
 
 @cache_launches()
-def _largest_scale_product_kernel(left_scale, right_scale, ends, scale, STEP: tl.constexpr):
+def _largest_scale_product_kernel(left_scale, right_scale, ends, scale, STEP: constexpr):
     """Store the largest product between two scales in an expert's rows; NaN if one is not finite."""
     expert = tl.program_id(0)
     begin = load_or_zero(ends + expert - 1, expert > 0)
@@ -1077,7 +1078,7 @@ def _largest_scale_product_kernel(left_scale, right_scale, ends, scale, STEP: tl
 @cache_launches("num_experts")
 def _combine_scales_and_transpose_kernel(
     left, right, choices, left_scale, right_scale, scale, ends, left_result, right_result, num_experts, left_width,
-    right_width, columns, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    right_width, columns, CHOICES: constexpr, EXPERTS: constexpr, ROWS: constexpr, CHANNELS: constexpr,
 ):
     # fmt: on
     """Store a transposed tile, with rows in their expert's columns, and zeros in padded columns."""
@@ -1122,8 +1123,8 @@ def _store_transposed(result, values, column, channel, width, columns):
 # fmt: off
 @cache_launches("num_experts")
 def _multiply_rows_kernel(
-    a, b, a_scale, b_scale, ends, result, num_experts, inner, columns, EXPERTS: tl.constexpr, HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SUMMANDS: tl.constexpr,
+    a, b, a_scale, b_scale, ends, result, num_experts, inner, columns, EXPERTS: constexpr, HEIGHT: constexpr,
+    WIDTH: constexpr, STEP: constexpr, STAGES: constexpr, SUMMANDS: constexpr,
 ):
     # fmt: on
     across = tl.cdiv(columns, WIDTH)
@@ -1145,8 +1146,8 @@ def _multiply_rows_kernel(
 # fmt: off
 @cache_launches("num_experts")
 def _sum_outer_products_kernel(
-    left, right, scale, ends, result, num_experts, down, across, height, width, EXPERTS: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SUMMANDS: tl.constexpr,
+    left, right, scale, ends, result, num_experts, down, across, height, width, EXPERTS: constexpr,
+    HEIGHT: constexpr, WIDTH: constexpr, STEP: constexpr, STAGES: constexpr, SUMMANDS: constexpr,
 ):
     # fmt: on
     expert = tl.program_id(0) // (down * across)

@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.channel_delta.triton import (
     DecayedKeys,
@@ -131,7 +132,7 @@ _differentiable_causal_conv = make_differentiable(_causal_conv, _causal_conv_bac
 
 
 @triton.jit
-def _locate_tile(length, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+def _locate_tile(length, SIZE: constexpr, TOKENS: constexpr, BLOCK: constexpr):
     """Return the row's first token among all rows, this program's tokens, channels, and whether elements exist."""
     tiles = (length + TOKENS - 1) // TOKENS
     first = (tl.program_id(0) // tiles).to(tl.int64) * length
@@ -141,7 +142,7 @@ def _locate_tile(length, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _load_shifted(x, ids, own, first, token, channel, inside, length, lag, SIZE: tl.constexpr):
+def _load_shifted(x, ids, own, first, token, channel, inside, length, lag, SIZE: constexpr):
     """Load the channels of tokens `lag` before, or after if it is negative; 0 in other documents."""
     other = token - lag
     exists = (other >= 0) & (other < length)
@@ -152,8 +153,8 @@ def _load_shifted(x, ids, own, first, token, channel, inside, length, lag, SIZE:
 
 @triton.jit
 def _convolve(
-    x, weight, ids, own, first, token, channel, inside, length, SIGN: tl.constexpr, SIZE: tl.constexpr,
-    TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, ids, own, first, token, channel, inside, length, SIGN: constexpr, SIZE: constexpr,
+    TAPS: constexpr, TOKENS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Return sums over taps, for tokens before if SIGN is 1 and after if it is -1."""
     summed = tl.zeros((TOKENS, BLOCK), tl.float32)
@@ -166,8 +167,8 @@ def _convolve(
 # fmt: off
 @cache_launches("length")
 def _conv_kernel(
-    x, weight, ids, result, length, SILU: tl.constexpr, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, ids, result, length, SILU: constexpr, SIZE: constexpr, TAPS: constexpr, TOKENS: constexpr,
+    BLOCK: constexpr,
 ):
     # fmt: on
     """Store the convolution of a tile, gated if SILU."""
@@ -183,8 +184,8 @@ def _conv_kernel(
 # fmt: off
 @cache_launches("length")
 def _gate_gradient_kernel(
-    grad, x, weight, ids, before_gate, parts, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, TAP_BLOCK: tl.constexpr, SILU: tl.constexpr,
+    grad, x, weight, ids, before_gate, parts, length, SIZE: constexpr, TAPS: constexpr, TOKENS: constexpr,
+    BLOCK: constexpr, TAP_BLOCK: constexpr, SILU: constexpr,
 ):
     # fmt: on
     """Store the gradient before the gate, if SILU, and partial sums for the weight's gradient."""
@@ -208,8 +209,8 @@ def _gate_gradient_kernel(
 # fmt: off
 @cache_launches("length")
 def _input_gradient_kernel(
-    before_gate, weight, ids, grad_x, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    before_gate, weight, ids, grad_x, length, SIZE: constexpr, TAPS: constexpr, TOKENS: constexpr,
+    BLOCK: constexpr,
 ):
     # fmt: on
     """Store the input's gradient: the convolution of the gradient before the gate, backwards in time."""
@@ -225,9 +226,9 @@ def _input_gradient_kernel(
 # fmt: off
 @cache_launches("length", "chunks")
 def solve_chunk_systems(
-    k, v, g, beta, ids, before, decays, inverse, keys, written, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    k, v, g, beta, ids, before, decays, inverse, keys, written, length, chunks, HEADS: constexpr,
+    GROUPS: constexpr, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr,
+    PRECISION: constexpr,
 ):
     # fmt: on
     """Store, by chunk and head, the decay sums, the inverse system, and its products with keys and values."""
@@ -247,7 +248,7 @@ def solve_chunk_systems(
     products = multiply(key, tl.trans(key), PRECISION)
     system = tl.where(token[:, None] > token[None, :], factors[:, None] * products * pair_decay, 0.0)
     # With unit keys all numbers are small: float16 has the precision of TF32, and shorter products.
-    DTYPE: tl.constexpr = tl.float16 if key.dtype.primitive_bitwidth == 16 else tl.float32
+    DTYPE: constexpr = tl.float16 if key.dtype.primitive_bitwidth == 16 else tl.float32
     solved = invert_unit_lower_triangular(system, DTYPE, PRECISION)
     store_tile(inverse, head_tokens, token, CHUNK, solved)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
@@ -260,8 +261,8 @@ def solve_chunk_systems(
 # fmt: off
 @cache_launches("length", "chunks")
 def multiply_keys_by_inverse(
-    k, beta, inverse, decays, ids, before, keys, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    k, beta, inverse, decays, ids, before, keys, length, chunks, HEADS: constexpr, GROUPS: constexpr,
+    K: constexpr, BK: constexpr, PRECISION: constexpr, BY_CHANNEL: constexpr,
 ):
     # fmt: on
     """Store the inverse systems' products with keys, as `solve_chunk_systems` does."""
@@ -283,9 +284,9 @@ def multiply_keys_by_inverse(
 # fmt: off
 @cache_launches("length", "chunks")
 def carry_states_and_update_written(
-    k, keys, written, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    k, keys, written, decays, ids, before, state, states, result, length, chunks, HEADS: constexpr,
+    GROUPS: constexpr, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr,
+    PRECISION: constexpr, BY_CHANNEL: constexpr,
 ):
     # fmt: on
     """
@@ -323,9 +324,9 @@ def carry_states_and_update_written(
 # fmt: off
 @cache_launches("length", "chunks")
 def compute_results(
-    q, k, written, states, decays, ids, before, weights, result, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, written, states, decays, ids, before, weights, result, length, chunks, HEADS: constexpr,
+    GROUPS: constexpr, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr,
+    PRECISION: constexpr,
 ):
     # fmt: on
     """
@@ -333,7 +334,7 @@ def compute_results(
 
     If there are `weights`, they are Q K^T D, and queries include e.
     """
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    BLOCKS: constexpr = (V + BV - 1) // BV
     number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // BLOCKS, length, chunks, HEADS)
     head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
     _first, token, inside = tokens
@@ -363,8 +364,8 @@ def compute_results(
 @cache_launches("length", "chunks")
 def compute_gradients_within_chunks(
     grad, q, k, written, decays, ids, weights, grad_written, grad_scores, grad_decays, length, chunks,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEADS: constexpr, GROUPS: constexpr, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr,
+    PRECISION: constexpr,
 ):
     # fmt: on
     """
@@ -408,8 +409,8 @@ def compute_gradients_within_chunks(
 @cache_launches("length", "chunks")
 def carry_gradients_back(
     grad, grad_last, q, k, keys, decays, ids, before, grad_written, grad_states, grad_state, length, chunks,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    HEADS: constexpr, GROUPS: constexpr, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr,
+    PRECISION: constexpr, BY_CHANNEL: constexpr,
 ):
     # fmt: on
     """Pass the state's gradient back through a row's chunks, and complete the written values' gradients."""
@@ -444,8 +445,8 @@ def carry_gradients_back(
 @cache_launches("length", "chunks")
 def compute_system_gradients(
     k, v, beta, inverse, written, grad_written, decays, ids, grad_v, grad_pairs, grad_factors, grad_decays, length,
-    chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, PRECISION: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    chunks, HEADS: constexpr, GROUPS: constexpr, K: constexpr, V: constexpr, BK: constexpr,
+    BV: constexpr, PRECISION: constexpr, BY_CHANNEL: constexpr,
 ):
     # fmt: on
     """
@@ -494,16 +495,16 @@ def compute_system_gradients(
 # fmt: off
 @cache_launches("length", "chunks")
 def compute_query_gradients(
-    grad, q, k, states, grad_scores, decays, ids, before, part_decays, grad_q, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grad, q, k, states, grad_scores, decays, ids, before, part_decays, grad_q, length, chunks, HEADS: constexpr,
+    GROUPS: constexpr, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr,
+    PRECISION: constexpr,
 ):
     # fmt: on
     """
     Store a key head's gradients for BK query channels, and their part in the decay sums' gradients (rows, length,
     parts, heads).
     """
-    PARTS: tl.constexpr = (K + BK - 1) // BK
+    PARTS: constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
     program = tl.program_id(0) // PARTS
     chunk_number, key_head, row, chunk, tokens = locate_chunk_and_head(program, length, chunks, HEADS // GROUPS)
@@ -537,15 +538,15 @@ def compute_query_gradients(
 @cache_launches("length", "chunks")
 def compute_key_gradients(
     q, k, beta, written, states, grad_written, grad_states, grad_scores, grad_pairs, decays, ids, before, part_decays,
-    part_factors, grad_k, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    part_factors, grad_k, length, chunks, HEADS: constexpr, GROUPS: constexpr, K: constexpr, V: constexpr,
+    BK: constexpr, BV: constexpr, PRECISION: constexpr,
 ):
     # fmt: on
     """
     Store a value head's gradients for BK key channels, and their part in beta's gradients. Add to their part in the
     decay sums' gradients.
     """
-    PARTS: tl.constexpr = (K + BK - 1) // BK
+    PARTS: constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
     number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
     head_tokens, key_tokens = tokens + (head, HEADS), tokens + (head // GROUPS, HEADS // GROUPS)
@@ -591,8 +592,8 @@ def compute_key_gradients(
 # fmt: off
 @cache_launches("length", "chunks")
 def sum_g_and_beta_gradients_kernel(
-    part_decays, part_factors, grad_decays, grad_factors, ids, grad_g, grad_beta, length, chunks, HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
+    part_decays, part_factors, grad_decays, grad_factors, ids, grad_g, grad_beta, length, chunks, HEADS: constexpr,
+    PARTS: constexpr,
 ):
     # fmt: on
     """Store gates' and beta's gradients: the sums over all parts, and for gates within a document and chunk."""
@@ -615,8 +616,8 @@ def sum_g_and_beta_gradients_kernel(
 
 # fmt: off
 @cache_launches("count")
-def sum_value_heads_kernel(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE:
-tl.constexpr):
+def sum_value_heads_kernel(grad, result, count, GROUPS: constexpr, K: constexpr, BK: constexpr, SIZE:
+constexpr):
     # fmt: on
     """Store gradients summed over value heads with a common key head."""
     key_head = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)

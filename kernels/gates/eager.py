@@ -10,29 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.kernels.operation import as_new_alias, make_differentiable, upcast
-
-
-def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-    """
-    Return silu(gate) * up for gate and up (..., width) in one dtype, computed in at least float32 and rounded once.
-
-    `scale` (...,) multiplies each vector before rounding. An expert's output can be weighted here instead of after its
-    down projection, which is linear; this saves a pass over memory.
-    """
-    return _differentiable_swiglu(gate, up) if scale is None else _differentiable_swiglu_with_scale(gate, up, scale)
-
-
-def swiglu_halves_eager(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
-    """
-    Compute swiglu_eager of gate_and_up (..., 2 * width), gate in the first half, up in the second; return (..., width).
-    """
-    gate, up = gate_and_up.chunk(2, -1)
-    return swiglu_eager(gate, up, scale)
-
-
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return as_new_alias(F.silu(upcast(gate)).mul_(up).to(gate.dtype))
+from drawloom.kernels.operation import as_new_alias, differentiable, upcast
 
 
 def compute_swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,50 +21,49 @@ def compute_swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Te
     return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
 
 
-def _swiglu_with_scale(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
-    return as_new_alias(F.silu(upcast(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
-
-
-def _swiglu_with_scale_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _compute_swiglu_and_scale_gradients(
+    grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    if scale is None:
+        return compute_swiglu_gradients(grad, gate, up)
     grad_scale = F.silu(upcast(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
     return *compute_swiglu_gradients(upcast(grad) * scale.unsqueeze(-1), gate, up), grad_scale
 
 
-_differentiable_swiglu = make_differentiable(_swiglu, compute_swiglu_gradients)
-_differentiable_swiglu_with_scale = make_differentiable(_swiglu_with_scale, _swiglu_with_scale_backward)
+@differentiable(_compute_swiglu_and_scale_gradients)
+def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
+    """
+    Return silu(gate) * up for gate and up (..., width) in one dtype, computed in at least float32 and rounded once.
+
+    `scale` (...,) multiplies each vector before rounding. An expert's output can be weighted here instead of after its
+    down projection, which is linear; this saves a pass over memory.
+    """
+    product = F.silu(upcast(gate)).mul_(up)
+    return as_new_alias((product if scale is None else product.mul_(scale.unsqueeze(-1))).to(gate.dtype))
 
 
-def geglu_eager(gate: Tensor, up: Tensor) -> Tensor:
-    """Return gelu(gate) * up, computed in at least float32 and rounded once: gate and up (..., width) in one dtype."""
-    return _differentiable_geglu(gate, up)
+def swiglu_halves_eager(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
+    """
+    Compute swiglu_eager of gate_and_up (..., 2 * width), gate in the first half, up in the second; return (..., width).
+    """
+    gate, up = gate_and_up.chunk(2, -1)
+    return swiglu_eager(gate, up, scale)
 
 
-def _geglu(gate: Tensor, up: Tensor) -> Tensor:
-    return as_new_alias(F.gelu(upcast(gate), approximate="tanh").mul_(up).to(gate.dtype))
-
-
-def _geglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_geglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     wide_gate, wide_grad = upcast(gate), upcast(grad)
     grad_up = F.gelu(wide_gate, approximate="tanh").mul_(wide_grad)
     grad_gate = torch.ops.aten.gelu_backward(wide_grad * up, wide_gate, approximate="tanh")
     return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
 
 
-_differentiable_geglu = make_differentiable(_geglu, _geglu_backward)
+@differentiable(_compute_geglu_gradients)
+def geglu_eager(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, computed in at least float32 and rounded once: gate and up (..., width) in one dtype."""
+    return as_new_alias(F.gelu(upcast(gate), approximate="tanh").mul_(up).to(gate.dtype))
 
 
-def oss_swiglu_halves_eager(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-    """
-    Return (up + 1) * gate * sigmoid(alpha * gate) for gate_and_up (..., 2 * width), gate in the first half; (...,
-    width).
-
-    The gate is at most `limit`, and up is between -limit and limit. `scale` (...,) multiplies vectors. Computed in
-    at least float32 and rounded once.
-    """
-    return _differentiable_oss_swiglu(gate_and_up, scale, alpha, limit)
-
-
-def _compute_gradients(
+def _compute_oss_swiglu_gradients(
     grad: Tensor, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor | None]:
     gate, up = upcast(gate_and_up).chunk(2, -1)
@@ -101,11 +78,16 @@ def _compute_gradients(
     return torch.cat([grad_gate, grad_up], -1).to(gate_and_up.dtype), grad_scale
 
 
-def _compute_oss_swiglu(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+@differentiable(_compute_oss_swiglu_gradients)
+def oss_swiglu_halves_eager(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+    """
+    Return (up + 1) * gate * sigmoid(alpha * gate) for gate_and_up (..., 2 * width), gate in the first half; (...,
+    width).
+
+    The gate is at most `limit`, and up is between -limit and limit. `scale` (...,) multiplies vectors. Computed in
+    at least float32 and rounded once.
+    """
     gate, up = upcast(gate_and_up).chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     result = (up + 1) * gate * torch.sigmoid(alpha * gate)
     return as_new_alias((result if scale is None else result * scale.unsqueeze(-1)).to(gate_and_up.dtype))
-
-
-_differentiable_oss_swiglu = make_differentiable(_compute_oss_swiglu, _compute_gradients)

@@ -13,6 +13,7 @@ gpt-oss's clamped SwiGLU in Triton, for a tensor's two halves, with or without a
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.operation import make_differentiable, register_kernel
 from drawloom.kernels.triton.primitives import (
@@ -34,7 +35,7 @@ sigmoid(alpha * gate), where gate is at most `limit`, and up is between -limit a
 """
 
 
-GELU_TANH_GATE, CLAMPED_GATE = tl.constexpr(GELU_TANH), tl.constexpr(CLAMPED)
+GELU_TANH_GATE, CLAMPED_GATE = constexpr(GELU_TANH), constexpr(CLAMPED)
 
 
 def _view_as_rows_or_one_row(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
@@ -50,13 +51,13 @@ def _choose_tile_size(count: int, width: int) -> int:
 
 
 @triton.jit
-def _clamp_but_keep_nan(x, least: tl.constexpr, most: tl.constexpr):
+def _clamp_but_keep_nan(x, least: constexpr, most: constexpr):
     """Return x between two bounds; NaN stays NaN, unlike in tl.clamp."""
     return tl.where(x > most, most, tl.where(x < least, least, x))
 
 
 @triton.jit
-def _compute_activation_and_derivative(gates, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def _compute_activation_and_derivative(gates, FUNCTION: constexpr, ALPHA: constexpr, LIMIT: constexpr):
     """Return the activated gates and the activation's derivatives."""
     if FUNCTION == GELU_TANH_GATE:
         # (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = 2 sqrt(2 / pi) (x + 0.044715 x^3). Beyond 10 it is 0 or 1, and
@@ -82,7 +83,7 @@ def _compute_activation_and_derivative(gates, FUNCTION: tl.constexpr, ALPHA: tl.
 
 
 @triton.jit
-def _compute_up_factor_and_derivative(ups, FUNCTION: tl.constexpr, LIMIT: tl.constexpr):
+def _compute_up_factor_and_derivative(ups, FUNCTION: constexpr, LIMIT: constexpr):
     """Return the activated gates' factors, computed from `ups`, and the factors' derivatives."""
     if FUNCTION == CLAMPED_GATE:
         factor = _clamp_but_keep_nan(ups, -LIMIT, LIMIT) + 1.0
@@ -96,8 +97,8 @@ def _compute_up_factor_and_derivative(ups, FUNCTION: tl.constexpr, LIMIT: tl.con
 # fmt: off
 @cache_launches("tiles")
 def _gate_kernel(
-    gate, up, result, scale, width, tiles, gate_stride, up_stride, result_stride, BLOCK: tl.constexpr,
-    FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    gate, up, result, scale, width, tiles, gate_stride, up_stride, result_stride, BLOCK: constexpr,
+    FUNCTION: constexpr, ALPHA: constexpr, LIMIT: constexpr,
 ):
     # fmt: on
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -117,8 +118,8 @@ def _gate_kernel(
 @cache_launches("tiles")
 def _backward_kernel(
     grad, gate, up, grad_gate, grad_up, scale, grad_scale, width, tiles, grad_stride, gate_stride, up_stride,
-    grad_gate_stride, grad_up_stride, BLOCK: tl.constexpr, FUNCTION: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
+    grad_gate_stride, grad_up_stride, BLOCK: constexpr, FUNCTION: constexpr, ALPHA: constexpr,
+    LIMIT: constexpr,
 ):
     # fmt: on
     row = (tl.program_id(0) // tiles).to(tl.int64)

@@ -13,14 +13,12 @@ from torch import Tensor
 from drawloom.kernels.availability import why_no_triton
 
 
-def scale_and_sum_squares(
-    tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = (), write: bool = True
-) -> Tensor:
+def scale_and_sum_squares(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = ()) -> Tensor:
     """
     Multiply tensors (any shapes and float dtypes) in place by a factor, float64 () on their device.
 
     Every product is rounded once. Returns the products' sum of squares, float64 () on the device, over the tensors
-    whose flag in `counted` is True; without flags, no tensor is counted. If `write` is False, no tensor is changed.
+    whose flag in `counted` is True; without flags, no tensor is counted.
     """
     counted = counted or [False] * len(tensors)
     total = torch.zeros_like(factor)
@@ -35,21 +33,17 @@ def scale_and_sum_squares(
                 if by_triton:
                     from drawloom.kernels.gradients.triton import scale_and_sum_squares_triton
 
-                    total += scale_and_sum_squares_triton(part, factor, flags, write)
+                    total += scale_and_sum_squares_triton(part, factor, flags)
                 else:
-                    total += scale_and_sum_squares_eager(part, factor, flags, write)
+                    total += scale_and_sum_squares_eager(part, factor, flags)
     return total
 
 
-def scale_and_sum_squares_eager(
-    tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool], write: bool = True
-) -> Tensor:
+def scale_and_sum_squares_eager(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool]) -> Tensor:
     """
     Compute `scale_and_sum_squares` for tensors with one dtype and one flag per tensor; products with 16-bit numbers are
     in float32.
     """
-    if not write:
-        tensors, counted = [tensor.clone() for tensor in compress(tensors, counted)], [True] * sum(counted)
     if tensors and tensors[0].dtype.itemsize >= 4:
         torch._foreach_mul_(list(tensors), factor.to(tensors[0].dtype))
     else:

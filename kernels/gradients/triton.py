@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.triton.primitives import cache_launches, cdiv, load_float32, upload
 
@@ -24,16 +25,14 @@ BLOCK = 2048
 """Elements that a program loads at a time: 16 per thread, two loads of bfloat16."""
 
 
-def scale_and_sum_squares_triton(
-    tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool, ...], write: bool = True
-) -> Tensor:
+def scale_and_sum_squares_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool, ...]) -> Tensor:
     """
     Compute scale_and_sum_squares_eager for contiguous tensors with one dtype, with bitwise equal tensors; factor and
     sum are float64 ().
 
     If the factor is 1 and no tensor is counted, the kernel reads no tensor.
     """
-    if not sum(tensor.numel() for tensor in tensors) or not (write or any(counted)):
+    if not sum(tensor.numel() for tensor in tensors):
         return torch.zeros_like(factor)
     device = factor.device
     tables = _create_launch_tables(tuple(tensor.numel() for tensor in tensors), counted, device)
@@ -43,7 +42,7 @@ def scale_and_sum_squares_triton(
     programs = len(tables[0])
     squares = factor.new_empty(programs) if any(counted) else None
     arguments = tensors[0], addresses, *tables, factor.float(), squares
-    _scale_kernel[(programs,)](*arguments, PART=PART, BLOCK=BLOCK, ALIGNED=aligned, WRITE=write)
+    _scale_kernel[(programs,)](*arguments, PART=PART, BLOCK=BLOCK, ALIGNED=aligned)
     return torch.zeros_like(factor) if squares is None else squares.sum()
 
 
@@ -65,7 +64,7 @@ def _create_launch_tables(
 @cache_launches()
 def _scale_kernel(
     like, addresses, owners, starts, sizes, counted, factor, squares,
-    PART: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, WRITE: tl.constexpr,
+    PART: constexpr, BLOCK: constexpr, ALIGNED: constexpr,
 ):
     # fmt: on
     program = tl.program_id(0)
@@ -81,19 +80,18 @@ def _scale_kernel(
         element = start + block + tl.arange(0, BLOCK)
         # With a mask of unknown length, each load would be of two bytes.
         if start + block + BLOCK <= size:
-            total += _scale_block(base + element, None, scale, squares is not None, WRITE)
+            total += _scale_block(base + element, None, scale, squares is not None)
         else:
-            total += _scale_block(base + element, element < size, scale, squares is not None, WRITE)
+            total += _scale_block(base + element, element < size, scale, squares is not None)
     if squares is not None:
         tl.store(squares + program, tl.where(tl.load(counted + owner), total, 0.0))
 
 
 @triton.jit
-def _scale_block(pointers, mask, scale, squared: tl.constexpr, WRITE: tl.constexpr):
-    """Scale a block, in place if WRITE, and return the products' sum of squares if `squared`, else 0."""
+def _scale_block(pointers, mask, scale, squared: constexpr):
+    """Scale a block in place, and return the products' sum of squares if `squared`, else 0."""
     product = (tl.load(pointers, mask=mask).to(tl.float32) * scale).to(pointers.dtype.element_ty)
-    if WRITE:
-        tl.store(pointers, product, mask=mask)
+    tl.store(pointers, product, mask=mask)
     if not squared:
         return tl.zeros((), tl.float64)
     wide = product.to(tl.float32).to(tl.float64)
@@ -115,7 +113,7 @@ def sum_parts_triton(own: Tensor, others: Tensor, out: Tensor) -> None:
 
 
 @cache_launches()
-def _sum_parts_kernel(own, others, stride, out, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_parts_kernel(own, others, stride, out, size, ROWS: constexpr, BLOCK: constexpr):
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = load_float32(own + element, element < size)
     for _ in range(ROWS):

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import register_costs
 from drawloom.kernels.deferred_grads import WeightGradient, compute_at_once_if_hooked, get_weight_gradient_function
-from drawloom.kernels.operation import once_differentiable, register_operator, upcast
+from drawloom.kernels.operation import once_differentiable, register_costs, register_operator, upcast
 
 ALIGNMENT = 16
 """Bytes at whose multiples the rows of matrices must begin for torch.nn.functional.grouped_mm."""

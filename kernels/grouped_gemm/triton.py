@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.grouped_gemm.eager import (
     ExpertBias,
@@ -41,7 +42,7 @@ MAX_ROWS = 2**31 - 2**9
 
 
 @triton.jit
-def locate_tile_rows(tile, offsets, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def locate_tile_rows(tile, offsets, num_experts, EXPERTS: constexpr, ROWS: constexpr):
     """Return a tile's expert, or `num_experts` for a surplus tile; its first row; and the end of the expert's rows."""
     number = tl.arange(0, EXPERTS)
     end = load_or_zero(offsets + number, number < num_experts)
@@ -122,8 +123,8 @@ def _choose_tma_layout(x: Tensor) -> Tensor | None:
 # fmt: off
 @cache_launches("num_experts")
 def _multiply_rows_by_tma_kernel(
-    x, weight, offsets, result, num_experts, inputs, outputs, EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, offsets, result, num_experts, inputs, outputs, EXPERTS: constexpr, TRANSPOSED: constexpr,
+    HEIGHT: constexpr, WIDTH: constexpr, STEP: constexpr, STAGES: constexpr,
 ):
     # fmt: on
     across = tl.cdiv(outputs, WIDTH)
@@ -147,7 +148,7 @@ def _multiply_rows_by_tma_kernel(
 @cache_launches()
 def _outer_products_by_tma_kernel(
     a, b, a_pointer, b_pointer, offsets, result, down, across, height, width, a_row, b_row,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    HEIGHT: constexpr, WIDTH: constexpr, STEP: constexpr, STAGES: constexpr,
 ):
     # fmt: on
     expert = tl.program_id(0) // (down * across)
@@ -311,8 +312,8 @@ def _choose_tile_rows(rows: int, num_experts: int) -> int:
 @cache_launches("num_experts")
 def _multiply_rows_kernel(
     x, weight, offsets, result, num_experts, inputs, outputs, x_row, x_channel, weight_expert, weight_row,
-    weight_column, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    weight_column, EXPERTS: constexpr, ROWS: constexpr, COLUMNS: constexpr, STEP: constexpr,
+    PRECISION: constexpr,
 ):
     # fmt: on
     across = tl.cdiv(outputs, COLUMNS)
@@ -341,8 +342,8 @@ def _multiply_rows_kernel(
 @cache_launches()
 def _outer_products_kernel(
     a, b, offsets, result, down, across, height, width, a_row, a_channel, b_row, b_channel,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEIGHT: constexpr, WIDTH: constexpr, STEP: constexpr,
+    PRECISION: constexpr,
 ):
     # fmt: on
     expert = tl.program_id(0) // (down * across)
@@ -426,7 +427,7 @@ def _sum_bias_products_by_row(result: Tensor, grad: Tensor, bias: Tensor, offset
 
 
 @triton.jit
-def _find_row_expert_and_usage(row, offsets, num_experts, EXPERTS: tl.constexpr):
+def _find_row_expert_and_usage(row, offsets, num_experts, EXPERTS: constexpr):
     """Return every row's expert, and whether the row is used; unused rows have the last expert."""
     number = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + number, mask=number < num_experts, other=2147483647)
@@ -438,7 +439,7 @@ def _find_row_expert_and_usage(row, offsets, num_experts, EXPERTS: tl.constexpr)
 @cache_launches("count", "num_experts")
 def _add_bias_kernel(
     rows, bias, offsets, scale, result, count, width, num_experts, row_stride, bias_stride,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EXPERTS: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ):
     # fmt: on
     """Store rows plus their expert's bias; `scale` (rows,), if any, multiplies the bias."""
@@ -459,8 +460,8 @@ def _add_bias_kernel(
 # fmt: off
 @cache_launches("num_experts")
 def _sum_rows_by_expert_kernel(
-    grad, offsets, scale, sums, num_experts, width, row_stride, PARTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    grad, offsets, scale, sums, num_experts, width, row_stride, PARTS: constexpr, ROWS: constexpr,
+    COLUMNS: constexpr,
 ):
     # fmt: on
     """Store sums over every PARTS-th block in an expert's rows."""
@@ -485,7 +486,7 @@ def _sum_rows_by_expert_kernel(
 @cache_launches("count", "num_experts")
 def _bias_products_kernel(
     grad, bias, offsets, result, count, width, num_experts, row_stride, bias_stride,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EXPERTS: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ):
     # fmt: on
     """Store every row's gradient times its expert's bias, 0 for unused rows."""

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.hyper_connections.eager import ROUNDS, ConnectedStreams, Connection
 from drawloom.kernels.operation import as_new_alias, make_differentiable, register_kernel
@@ -213,7 +214,7 @@ def _append(values, value):
 
 
 @triton.jit
-def _load_in_turn(first, inside, step, NUMBER: tl.constexpr):
+def _load_in_turn(first, inside, step, NUMBER: constexpr):
     """Load numbers or tiles `step` apart."""
     loaded = ()
     for number in tl.static_range(NUMBER):
@@ -222,7 +223,7 @@ def _load_in_turn(first, inside, step, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def _repeat(value, NUMBER: tl.constexpr):
+def _repeat(value, NUMBER: constexpr):
     """Return a tuple of equal elements."""
     values = ()
     for _ in tl.static_range(NUMBER):
@@ -237,7 +238,7 @@ def _sum_by_thread(tile):
 
 
 @triton.jit
-def _add_products(sums, first: tl.constexpr, tiles, tile, NUMBER: tl.constexpr):
+def _add_products(sums, first: constexpr, tiles, tile, NUMBER: constexpr):
     """Return sums from `first` on plus tiles' products with one tile, summed by thread."""
     added = ()
     for number in tl.static_range(NUMBER):
@@ -246,7 +247,7 @@ def _add_products(sums, first: tl.constexpr, tiles, tile, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def _add_scaled(tiles, weights, tile, STREAMS: tl.constexpr):
+def _add_scaled(tiles, weights, tile, STREAMS: constexpr):
     """Add to each stream's tile another one, multiplied by the stream's weights (tokens,)."""
     added = ()
     for stream in tl.static_range(STREAMS):
@@ -255,7 +256,7 @@ def _add_scaled(tiles, weights, tile, STREAMS: tl.constexpr):
 
 
 @triton.jit
-def _combine(tiles, weights, first: tl.constexpr, step: tl.constexpr, STREAMS: tl.constexpr):
+def _combine(tiles, weights, first: constexpr, step: constexpr, STREAMS: constexpr):
     """Return the sum of tiles, multiplied by weights (tokens,) from `first` on."""
     total = tiles[0] * weights[first][:, None]
     for stream in tl.static_range(1, STREAMS):
@@ -264,7 +265,7 @@ def _combine(tiles, weights, first: tl.constexpr, step: tl.constexpr, STREAMS: t
 
 
 @triton.jit
-def _mix_streams(tiles, added, weights, dtype: tl.constexpr, STREAMS: tl.constexpr):
+def _mix_streams(tiles, added, weights, dtype: constexpr, STREAMS: constexpr):
     """Return streams' tiles after a branch, rounded as in memory."""
     mixed = ()
     for stream in tl.static_range(STREAMS):
@@ -275,7 +276,7 @@ def _mix_streams(tiles, added, weights, dtype: tl.constexpr, STREAMS: tl.constex
 
 
 @triton.jit
-def _load_static(read, write, mix, column, first, STREAMS: tl.constexpr, CONSTRAINED: tl.constexpr):
+def _load_static(read, write, mix, column, first, STREAMS: constexpr, CONSTRAINED: constexpr):
     """Load static weights by column of (n + 2, n), and add the initial ones."""
     row, stream = column // STREAMS, column % STREAMS
     if CONSTRAINED:
@@ -290,7 +291,7 @@ def _load_static(read, write, mix, column, first, STREAMS: tl.constexpr, CONSTRA
 
 
 @triton.jit
-def _load_scale(scale, column, STREAMS: tl.constexpr, CONSTRAINED: tl.constexpr):
+def _load_scale(scale, column, STREAMS: constexpr, CONSTRAINED: constexpr):
     """Load the dynamic weights' scales by column of (n + 2, n)."""
     row = column // STREAMS
     index = tl.minimum(row, 2) if CONSTRAINED else tl.where(row == 1, 1, 0)
@@ -298,7 +299,7 @@ def _load_scale(scale, column, STREAMS: tl.constexpr, CONSTRAINED: tl.constexpr)
 
 
 @triton.jit
-def _uses_stream(column, stream, STREAMS: tl.constexpr, CONSTRAINED: tl.constexpr):
+def _uses_stream(column, stream, STREAMS: constexpr, CONSTRAINED: constexpr):
     """Return whether weights' logits are computed from a stream, by column of (n + 2, n)."""
     return (column < STREAMS * (STREAMS + 2)) & ((column % STREAMS == stream) | CONSTRAINED)
 
@@ -307,11 +308,11 @@ def _uses_stream(column, stream, STREAMS: tl.constexpr, CONSTRAINED: tl.constexp
 @cache_launches("count", "first_read")
 def _connect_kernel(
     streams, output, before, projection, read, write, mix, scale, connected, inputs, weights, logits, rstd, count,
-    width, stride, stream_stride, eps, first_read, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, CONSTRAINED: tl.constexpr, PRECISION: tl.constexpr,
+    width, stride, stream_stride, eps, first_read, STREAMS: constexpr, OUTPUTS: constexpr, TOKENS: constexpr,
+    BLOCK: constexpr, CONSTRAINED: constexpr, PRECISION: constexpr,
 ):
     # fmt: on
-    SIZE: tl.constexpr = STREAMS * (STREAMS + 2)
+    SIZE: constexpr = STREAMS * (STREAMS + 2)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside, column = token < count, tl.arange(0, OUTPUTS)
     source, step = streams + token[:, None] * stride, stream_stride
@@ -386,15 +387,15 @@ def _connect_kernel(
 def _connect_backward_kernel(
     streams, grad_connected, grad_inputs, grad_weights, output, before, projection, scale, weights, logits, rstd,
     grad_streams, grad_output, grad_before, grad_products, sums, count, width, stride, stream_stride,
-    STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    CONSTRAINED: tl.constexpr, PRECISION: tl.constexpr,
+    STREAMS: constexpr, OUTPUTS: constexpr, TOKENS: constexpr, BLOCK: constexpr,
+    CONSTRAINED: constexpr, PRECISION: constexpr,
 ):
     # fmt: on
-    SIZE: tl.constexpr = STREAMS * (STREAMS + 2)
-    PADDED: tl.constexpr = ((SIZE if CONSTRAINED else STREAMS + 2) + 7) // 8 * 8
+    SIZE: constexpr = STREAMS * (STREAMS + 2)
+    PADDED: constexpr = ((SIZE if CONSTRAINED else STREAMS + 2) + 7) // 8 * 8
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = token < count
-    dtype: tl.constexpr = streams.dtype.element_ty
+    dtype: constexpr = streams.dtype.element_ty
     zeros = tl.zeros((TOKENS, BLOCK // 8), tl.float32)
     if output is not None:
         mixing = _load_in_turn(before + token * SIZE, inside, 1, SIZE)
@@ -493,7 +494,7 @@ def _connect_backward_kernel(
 
 
 @triton.jit
-def _log_softmax(logs, between, DIMENSION: tl.constexpr):
+def _log_softmax(logs, between, DIMENSION: constexpr):
     """Return normalized logarithms, and very small ones outside of the streams."""
     logs -= tl.max(logs, DIMENSION, keep_dims=True)
     return tl.where(between, logs - tl.log(tl.sum(tl.exp(logs), DIMENSION, keep_dims=True)), -1e30)
@@ -502,8 +503,8 @@ def _log_softmax(logs, between, DIMENSION: tl.constexpr):
 # fmt: off
 @cache_launches("count")
 def _normalize_kernel(
-    weights, mix, scale, logits, count, STREAMS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    ROUNDS: tl.constexpr, BACKWARD: tl.constexpr,
+    weights, mix, scale, logits, count, STREAMS: constexpr, SIZE: constexpr, TOKENS: constexpr,
+    ROUNDS: constexpr, BACKWARD: constexpr,
 ):
     # fmt: on
     token = (tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None, None]

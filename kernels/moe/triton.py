@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
+from triton.language import constexpr
 
 from drawloom.kernels.moe.eager import DROPPED, PeerTensors
 from drawloom.kernels.operation import once_differentiable, register_kernel
@@ -99,7 +100,7 @@ def _compute_routes(tables: tuple[Tensor, Tensor, Tensor], expert_indices: Tenso
 
 
 @cache_launches("count")
-def _count_choices_by_expert_kernel(expert_indices, counts, count, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
+def _count_choices_by_expert_kernel(expert_indices, counts, count, ENTRIES: constexpr, WIDTH: constexpr):
     part = tl.program_id(0).to(tl.int64)
     entry = part * ENTRIES + tl.arange(0, ENTRIES)
     expert = tl.load(expert_indices + entry, mask=entry < count, other=-1).to(tl.int32)
@@ -107,7 +108,7 @@ def _count_choices_by_expert_kernel(expert_indices, counts, count, ENTRIES: tl.c
 
 
 @cache_launches("parts")
-def _prefix_sum_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr):
+def _prefix_sum_kernel(counts, totals, parts, WIDTH: constexpr, EXPERTS: constexpr, PARTS: constexpr):
     """Replace every count by the sum over all earlier parts (an exclusive prefix sum); store the totals."""
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -124,7 +125,7 @@ def _prefix_sum_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.c
 @cache_launches("count")
 def _assign_rows_kernel(
     expert_indices, earlier, totals, offsets, rows, choices, count, num_experts,
-    ENTRIES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    ENTRIES: constexpr, WIDTH: constexpr, STEP: constexpr,
 ):
     # fmt: on
     part, index, column = tl.program_id(0).to(tl.int64), tl.arange(0, ENTRIES), tl.arange(0, WIDTH)
@@ -357,7 +358,7 @@ def choose_tile_constants(top_k: int, width: int) -> dict[str, Any]:
 @cache_launches("tokens", "count", "num_experts")
 def _copy_tokens_zero_unused_kernel(
     x, others, probabilities, dest_row, offsets, rows, row_scalars, products, tokens, count, num_experts, width,
-    x_stride, others_stride, WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+    x_stride, others_stride, WEIGHTED: constexpr, CHOICES: constexpr, TOGETHER: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     token = tl.program_id(0).to(tl.int64)
@@ -377,7 +378,7 @@ def _copy_tokens_zero_unused_kernel(
 @triton.jit
 def copy_token_and_dot_others(
     x, others, probabilities, dest_row, rows, row_scalars, products, token, width, x_stride, others_stride,
-    WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTED: constexpr, CHOICES: constexpr, TOGETHER: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     choice, column = tl.arange(0, TOGETHER), tl.arange(0, BLOCK)
@@ -407,7 +408,7 @@ def copy_token_and_dot_others(
 
 
 @triton.jit
-def _zero_every_nth_row(rows, row_scalars, first, count, step, width, BLOCK: tl.constexpr):
+def _zero_every_nth_row(rows, row_scalars, first, count, step, width, BLOCK: constexpr):
     """Zero every `step`-th row from `first` on."""
     column = tl.arange(0, BLOCK)
     for row in range(first, count, step):
@@ -423,7 +424,7 @@ def _zero_every_nth_row(rows, row_scalars, first, count, step, width, BLOCK: tl.
 @cache_launches()
 def _sum_rows_by_token_kernel(
     rows, probabilities, row_scalars, dest_row, summed, scalars_by_choice, width, rows_stride,
-    CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+    CHOICES: constexpr, TOGETHER: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     token = tl.program_id(0).to(tl.int64)
@@ -585,7 +586,7 @@ moe_peers_triton = PeerExchangeTriton()
 @cache_launches("tokens")
 def _publish_kernel(
     hidden, scalars, choices, to_hidden, to_scalars, to_choices, tokens, width, stride,
-    CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+    CHOICES: constexpr, TOGETHER: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     """Copy a token's hidden state, scalars and choices to this rank's slots; unused slots get no choices."""
@@ -607,7 +608,7 @@ def _publish_kernel(
 @cache_launches("count", "row_limit")
 def _limit_routes_kernel(
     dest_row, offsets, limited, ends, flag, peak_rows, count, experts, row_limit,
-    ENTRIES: tl.constexpr, EXPERTS: tl.constexpr,
+    ENTRIES: constexpr, EXPERTS: constexpr,
 ):
     # fmt: on
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
@@ -624,7 +625,7 @@ def _limit_routes_kernel(
 
 # fmt: off
 @cache_launches("first")
-def _localize_choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: tl.constexpr):
+def _localize_choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: constexpr):
     # fmt: on
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     inside = entry < count
@@ -638,7 +639,7 @@ def _localize_choices_kernel(chosen, local, count, per_rank, first, experts, ENT
 @cache_launches()
 def _read_peer_rows_kernel(
     tokens, scalars, dest_row, rows, row_scalars, slots, width,
-    CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+    CHOICES: constexpr, TOGETHER: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     """Copy a token from its rank to the rows for its local choices."""
@@ -660,7 +661,7 @@ def _read_peer_rows_kernel(
 @cache_launches("first")
 def _read_peer_sums_kernel(
     staged, by_choice, chosen, total, choice_scalars, first, experts, width,
-    RANKS: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: constexpr, CHOICES: constexpr, TOGETHER: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     """

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
+from triton.language import constexpr
 
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.results import NormAndSum
@@ -193,7 +194,7 @@ def _backward(
 @triton.jit
 def norm_rows(
     x, residual, weight, normed, summed, rstd, count, width, x_stride, residual_stride, eps,
-    ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ZERO_CENTRED: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     """
@@ -225,7 +226,7 @@ def norm_rows(
 @cache_launches("count")
 def _norm_kernel(
     x, residual, weight, normed, summed, rstd, count, width, x_stride, residual_stride, eps,
-    ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ZERO_CENTRED: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     norm_rows(
@@ -238,7 +239,7 @@ def _norm_kernel(
 @cache_launches("count")
 def _backward_kernel(
     grad, grad_summed, x, weight, rstd, grad_x, parts, count, width, grad_stride, grad_summed_stride, x_stride,
-    ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ZERO_CENTRED: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)

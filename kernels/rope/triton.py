@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
+from triton.language import constexpr
 
 from drawloom.kernels.operation import make_differentiable, register_kernel
 from drawloom.kernels.triton.primitives import (
@@ -101,7 +102,7 @@ def _rotate(result: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
 
 
 @triton.jit
-def rotate_pairs(a, b, cos, sin, REVERSE: tl.constexpr):
+def rotate_pairs(a, b, cos, sin, REVERSE: constexpr):
     """Rotate both channels of pairs by angles, or by the negative angles."""
     if REVERSE:
         sin = -sin
@@ -112,9 +113,9 @@ def rotate_pairs(a, b, cos, sin, REVERSE: tl.constexpr):
 @cache_launches("length", "tiles")
 def _rope_kernel(
     x, cos, sin, result, length, tiles, x_row, x_position, x_head, angle_row, angle_position, result_row,
-    result_position, result_head, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, REVERSE: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
+    result_position, result_head, HEADS: constexpr, PAIRS: constexpr, REST: constexpr,
+    INTERLEAVED: constexpr, REVERSE: constexpr, VECTORS: constexpr, BLOCK: constexpr,
+    REST_BLOCK: constexpr,
 ):
     # fmt: on
     row, position, head, inside = _locate_tile_vectors(tl.program_id(0), tiles, length, HEADS, VECTORS)
@@ -146,7 +147,7 @@ def _rope_kernel(
 
 
 @triton.jit
-def _locate_tile_vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.constexpr):
+def _locate_tile_vectors(tile, tiles, length, HEADS: constexpr, VECTORS: constexpr):
     """Return a tile's row, its vectors' positions and heads, and a mask for existing vectors."""
     row = (tile // tiles).to(tl.int64)
     first = (tile % tiles).to(tl.int64) * VECTORS
@@ -156,14 +157,14 @@ def _locate_tile_vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.c
 
 
 @triton.jit
-def _load_first_and_second_half(at, mask, pair, PAIRS: tl.constexpr):
+def _load_first_and_second_half(at, mask, pair, PAIRS: constexpr):
     """Return both channels by pair, in float32."""
     a = load_float32(at + pair, mask)
     return a, load_float32(at + PAIRS + pair, mask)
 
 
 @triton.jit
-def _store_first_and_second_half(at, a, b, mask, pair, PAIRS: tl.constexpr):
+def _store_first_and_second_half(at, a, b, mask, pair, PAIRS: constexpr):
     tl.store(at + pair, a, mask=mask)
     tl.store(at + PAIRS + pair, b, mask=mask)
 
@@ -171,7 +172,7 @@ def _store_first_and_second_half(at, a, b, mask, pair, PAIRS: tl.constexpr):
 @triton.jit
 def _norm_and_rotate(
     x, weight, cos, sin, result, rstd, tile, tiles, length, eps, x_row, x_position, x_head, angle_row,
-    angle_position, HEADS: tl.constexpr, PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
+    angle_position, HEADS: constexpr, PAIRS: constexpr, VECTORS: constexpr, BLOCK: constexpr,
 ):
     row, position, head, inside = _locate_tile_vectors(tile, tiles, length, HEADS, VECTORS)
     pair = tl.arange(0, BLOCK)[None, :]
@@ -192,7 +193,7 @@ def _norm_and_rotate(
 def forward_kernel(
     q, k, q_weight, k_weight, cos, sin, q_result, k_result, q_rstd, k_rstd, q_programs, q_tiles, k_tiles,
     length, eps, q_row, q_position, q_head, k_row, k_position, k_head, angle_row, angle_position,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
+    Q_HEADS: constexpr, K_HEADS: constexpr, PAIRS: constexpr, VECTORS: constexpr, BLOCK: constexpr,
 ):
     program = tl.program_id(0)
     if program < q_programs:
@@ -212,8 +213,8 @@ def forward_kernel(
 @triton.jit
 def _norm_and_rotate_backward(
     grad, x, weight, rstd, cos, sin, result, parts, program, programs, count, tiles, length, grad_row,
-    grad_position, grad_head, x_row, x_position, x_head, angle_row, angle_position, HEADS: tl.constexpr,
-    PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
+    grad_position, grad_head, x_row, x_position, x_head, angle_row, angle_position, HEADS: constexpr,
+    PAIRS: constexpr, VECTORS: constexpr, BLOCK: constexpr,
 ):
     """Compute the gradients for this program's tiles, and its partial sum for the weight's gradient."""
     pair = tl.arange(0, BLOCK)[None, :]
@@ -249,7 +250,7 @@ def backward_kernel(
     q_grad, k_grad, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, q_result, k_result, parts, q_programs,
     q_count, k_count, q_tiles, k_tiles, length, q_grad_row, q_grad_position, q_grad_head, k_grad_row, k_grad_position,
     k_grad_head, q_row, q_position, q_head, k_row, k_position, k_head, angle_row, angle_position,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
+    Q_HEADS: constexpr, K_HEADS: constexpr, PAIRS: constexpr, VECTORS: constexpr, BLOCK: constexpr,
 ):
     program = tl.program_id(0)
     parts += program * 2 * PAIRS

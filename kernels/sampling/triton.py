@@ -10,13 +10,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.triton.primitives import cache_launches, cdiv, check_floats, contiguous_last_dim, next_power_of_2
 
 TILE = 4096
 """Words in a tile: 16 per thread."""
 
-LOWEST = tl.constexpr(-1e30)
+LOWEST = constexpr(-1e30)
 """Finite logit in place of an infinite one, whose weight is 0."""
 
 
@@ -55,7 +56,7 @@ def _load_logits(logits, word, words, temperature):
 
 # fmt: off
 @cache_launches()
-def _sum_tiles_kernel(logits, temperature, sums, words, stride, TILE: tl.constexpr):
+def _sum_tiles_kernel(logits, temperature, sums, words, stride, TILE: constexpr):
     # fmt: on
     row, tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
     word = tile * TILE + tl.arange(0, TILE)
@@ -73,7 +74,7 @@ def _sum_tiles_kernel(logits, temperature, sums, words, stride, TILE: tl.constex
 # fmt: off
 @cache_launches()
 def _draw_kernel(
-    logits, temperature, uniforms, sums, result, words, stride, TILES: tl.constexpr, TILE: tl.constexpr,
+    logits, temperature, uniforms, sums, result, words, stride, TILES: constexpr, TILE: constexpr,
 ):
     # fmt: on
     row, tiles = tl.program_id(0).to(tl.int64), tl.cdiv(words, TILE)

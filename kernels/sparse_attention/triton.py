@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
+from triton.language import constexpr
 
 from drawloom.kernels.attention.eager import attention_flops
 from drawloom.kernels.operation import once_differentiable, register_kernel
@@ -218,7 +219,8 @@ class _Attention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *_attend_backward(grad, *ctx.saved_tensors, ctx.scale), *(None,) * 3
+        grads = _attend_backward(grad, *ctx.saved_tensors, ctx.scale)  # type: ignore[call-arg]
+        return *grads, *(None,) * 3
 
 
 @register_kernel(
@@ -336,7 +338,7 @@ def _add_by_key(choice: Choice, pairs: Tensor, rows: Tensor, result: Tensor) -> 
 
 
 @triton.jit
-def _load_rows(tensor, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _load_rows(tensor, row, WIDTH: constexpr, BLOCK: constexpr):
     """Load rows with WIDTH columns; further columns are 0."""
     column = tl.arange(0, BLOCK)[None, :]
     return load_or_zero(tensor + row.to(tl.int64)[:, None] * WIDTH + column, None if WIDTH == BLOCK else column < WIDTH)
@@ -345,8 +347,8 @@ def _load_rows(tensor, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 # fmt: off
 @cache_launches("count", "columns", "limit")
 def _score_visible_keys(
-    queries, factors, first_key, ends, keys, scores, count, columns, limit, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    queries, factors, first_key, ends, keys, scores, count, columns, limit, HEADS: constexpr, WIDTH: constexpr,
+    WIDTH_BLOCK: constexpr, BLOCK: constexpr, KEYS: constexpr,
 ):
     # fmt: on
     """Store scores by token and key; -inf where a token does not see the key."""
@@ -369,14 +371,14 @@ def _score_visible_keys(
 
 
 @triton.jit
-def _find_keys(places, counts, token, slot, CHOSEN: tl.constexpr):
+def _find_keys(places, counts, token, slot, CHOSEN: constexpr):
     """Return a token's chosen keys in slots; behind the last one, the last one."""
     last = tl.load(counts + token) - 1
     return tl.load(places + token * CHOSEN + tl.minimum(slot, last)).to(tl.int64)
 
 
 @triton.jit
-def _locate_tile(counts, CHOSEN: tl.constexpr, TILE: tl.constexpr):
+def _locate_tile(counts, CHOSEN: constexpr, TILE: constexpr):
     """Return a program's token, its tile's slots, and which slots have a key."""
     tiles = (CHOSEN + TILE - 1) // TILE
     token = (tl.program_id(0) // tiles).to(tl.int64)
@@ -385,7 +387,7 @@ def _locate_tile(counts, CHOSEN: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _multiply(left, right, WIDTH: tl.constexpr, STEP: tl.constexpr):
+def _multiply(left, right, WIDTH: constexpr, STEP: constexpr):
     """Return (m, n) products, for rows with WIDTH elements at pointers (m, 1) and (n, 1)."""
     total = tl.zeros((left.shape[0], right.shape[0]), tl.float32)
     for first in range(0, WIDTH, STEP):
@@ -399,8 +401,8 @@ def _multiply(left, right, WIDTH: tl.constexpr, STEP: tl.constexpr):
 # fmt: off
 @cache_launches()
 def _weigh_keys(
-    q, keys, places, counts, pairs, tops, logs, scale, HEADS: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr,
-    STEP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    q, keys, places, counts, pairs, tops, logs, scale, HEADS: constexpr, CHOSEN: constexpr, WIDTH: constexpr,
+    STEP: constexpr, BLOCK: constexpr, TILE: constexpr,
 ):
     # fmt: on
     """Store weights relative to a tile's best score, this score, and the tile's log-sum-exp."""
@@ -422,9 +424,9 @@ def _weigh_keys(
 # fmt: off
 @cache_launches()
 def _mix_kernel(
-    pairs, factors, keys, places, counts, result, HEADS: tl.constexpr, ROWS: tl.constexpr, CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    pairs, factors, keys, places, counts, result, HEADS: constexpr, ROWS: constexpr, CHOSEN: constexpr,
+    WIDTH: constexpr, CHANNELS: constexpr, BLOCK: constexpr, STEP: constexpr, TILE: constexpr,
+    COLUMNS: constexpr,
 ):
     # fmt: on
     """Store a token's mixed keys for some heads and channels; see `_mix_keys`."""
@@ -452,8 +454,8 @@ def _mix_kernel(
 # fmt: off
 @cache_launches()
 def _sum_heads(
-    pairs, factors, sums, HEADS: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    pairs, factors, sums, HEADS: constexpr, CHOSEN: constexpr, WIDTH: constexpr, STEP: constexpr,
+    BLOCK: constexpr, TILE: constexpr,
 ):
     # fmt: on
     """Store a tile's weights, summed over heads."""
@@ -471,7 +473,7 @@ def _sum_heads(
 
 @cache_launches()
 def _join_rows(
-    q, grad, mixed, rows, means, HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr
+    q, grad, mixed, rows, means, HEADS: constexpr, WIDTH: constexpr, VALUES: constexpr, BLOCK: constexpr
 ):
     """Store a head's query and its result's gradient, 0 in further channels, and the product with the result."""
     pair, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -486,8 +488,8 @@ def _join_rows(
 # fmt: off
 @cache_launches()
 def _differentiate_scores(
-    rows, keys, places, counts, logs, means, pairs, scale, HEADS: tl.constexpr, CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    rows, keys, places, counts, logs, means, pairs, scale, HEADS: constexpr, CHOSEN: constexpr,
+    WIDTH: constexpr, STEP: constexpr, BLOCK: constexpr, TILE: constexpr,
 ):
     # fmt: on
     """Store a tile's score gradients, then its weights; rows have queries, then results' gradients."""
@@ -517,8 +519,8 @@ def _differentiate_scores(
 # fmt: off
 @cache_launches()
 def _differentiate_products(
-    queries, keys, places, counts, grad, factors, pairs, to_factors, HEADS: tl.constexpr, CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    queries, keys, places, counts, grad, factors, pairs, to_factors, HEADS: constexpr, CHOSEN: constexpr,
+    WIDTH: constexpr, STEP: constexpr, BLOCK: constexpr, TILE: constexpr,
 ):
     # fmt: on
     """Store a tile's gradients for an indexer's products, and its part in factors' gradients."""
@@ -537,7 +539,7 @@ def _differentiate_products(
 
 @cache_launches()
 def _add_ordered_parts(
-    parts, order, starts, result, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr
+    parts, order, starts, result, WIDTH: constexpr, COLUMNS: constexpr, ENTRIES: constexpr
 ):  # fmt: skip
     """Add a key's parts to its result; `order` has their numbers from the key's start on."""
     key = tl.program_id(0).to(tl.int64)

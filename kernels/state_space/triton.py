@@ -10,6 +10,7 @@ and loading them is half the traffic.
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.documents import RecurrentDocuments
 from drawloom.kernels.operation import make_differentiable, register_kernel
@@ -56,7 +57,7 @@ def state_space_triton(
 
 
 @cache_launches("length", "chunks")
-def sum_gates(g, ids, decays, length, chunks, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_gates(g, ids, decays, length, chunks, HEADS: constexpr, BLOCK: constexpr):
     """Store gates' sums, log decays by head, from the first token in a chunk and document."""
     tokens = locate_tokens(tl.program_id(0) // chunks, tl.program_id(0) % chunks, length)
     first, token, inside = tokens
@@ -70,8 +71,8 @@ def sum_gates(g, ids, decays, length, chunks, HEADS: tl.constexpr, BLOCK: tl.con
 # fmt: off
 @cache_launches("length", "chunks")
 def mix_values(
-    q, k, v, states, decays, ids, before, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, states, decays, ids, before, result, length, chunks, HEADS: constexpr, GROUPS: constexpr,
+    K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, PRECISION: constexpr,
 ):
     # fmt: on
     """Store a chunk's results for all value heads with a common key head."""
@@ -99,9 +100,9 @@ def mix_values(
 # fmt: off
 @cache_launches("length", "chunks")
 def compute_value_gradients(
-    grad, q, k, v, grad_states, decays, ids, before, grad_v, grad_sums, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grad, q, k, v, grad_states, decays, ids, before, grad_v, grad_sums, length, chunks, HEADS: constexpr,
+    GROUPS: constexpr, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr,
+    PRECISION: constexpr,
 ):
     # fmt: on
     """Store a chunk's gradients for values, and their part in the gradients for gates' sums."""
@@ -135,8 +136,8 @@ def compute_value_gradients(
 @cache_launches("length", "chunks")
 def compute_other_gradients(
     grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, pairs, grad_q, grad_k, grad_g, length, chunks,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEADS: constexpr, GROUPS: constexpr, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr,
+    PRECISION: constexpr,
 ):
     # fmt: on
     """Store a chunk's gradients for a key head's queries and keys, and for gates."""

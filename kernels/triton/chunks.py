@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.triton.primitives import (
     cache_launches,
@@ -25,7 +26,7 @@ from drawloom.kernels.triton.primitives import (
 CHUNK_SIZE = 64
 """Tokens in a chunk."""
 
-CHUNK = tl.constexpr(CHUNK_SIZE)
+CHUNK = constexpr(CHUNK_SIZE)
 
 MIN_BLOCK = 64
 """
@@ -33,12 +34,12 @@ Channels in the smallest tile. With 16, an H200 computed wrong results from the 
 32 columns on eight warps read outside shared memory (Triton 3.6).
 """
 
-MIN_GATE = tl.constexpr(-40.0)
+MIN_GATE = constexpr(-40.0)
 """exp(-40) is 0 beside anything in float32, and sums with lower gates would lose digits."""
 
 
 @triton.jit
-def locate_chunk_and_head(program, length, chunks, HEADS: tl.constexpr):
+def locate_chunk_and_head(program, length, chunks, HEADS: constexpr):
     """
     Return the chunk's number among all rows' chunks, the head, the row, the chunk, and its tokens.
 
@@ -51,7 +52,7 @@ def locate_chunk_and_head(program, length, chunks, HEADS: tl.constexpr):
 
 
 @triton.jit
-def locate_tokens(row, chunk, length, SIZE: tl.constexpr = CHUNK_SIZE):
+def locate_tokens(row, chunk, length, SIZE: constexpr = CHUNK_SIZE):
     """Return a chunk's tokens, as `locate_chunk_and_head` does."""
     first, token = row.to(tl.int64) * length + chunk * SIZE, tl.arange(0, SIZE)
     return first, token, chunk * SIZE + token < length
@@ -75,7 +76,7 @@ def load_by_token(tensor, head_tokens):
 
 
 @triton.jit
-def load_decays(decays, head_tokens, end, own, last, channel, K: tl.constexpr, BY_CHANNEL: tl.constexpr):
+def load_decays(decays, head_tokens, end, own, last, channel, K: constexpr, BY_CHANNEL: constexpr):
     """
     Return log decays from the start, factors to the chunk's end, both by token, and the factor for the state.
 
@@ -96,7 +97,7 @@ def load_decays(decays, head_tokens, end, own, last, channel, K: tl.constexpr, B
 
 
 @triton.jit
-def load_tile(tensor, head_tokens, columns, WIDTH: tl.constexpr):
+def load_tile(tensor, head_tokens, columns, WIDTH: constexpr):
     """Load tokens by a head's columns (columns,)."""
     first, token, inside, head, HEADS = head_tokens
     at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[:, None] * (HEADS * WIDTH) + columns[None, :])
@@ -104,7 +105,7 @@ def load_tile(tensor, head_tokens, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_transposed(tensor, head_tokens, columns, WIDTH: tl.constexpr):
+def load_transposed(tensor, head_tokens, columns, WIDTH: constexpr):
     """Load `load_tile` transposed: columns by tokens."""
     first, token, inside, head, HEADS = head_tokens
     at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[None, :] * (HEADS * WIDTH) + columns[:, None])
@@ -112,7 +113,7 @@ def load_transposed(tensor, head_tokens, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def store_tile(tensor, head_tokens, columns, WIDTH: tl.constexpr, values):
+def store_tile(tensor, head_tokens, columns, WIDTH: constexpr, values):
     """Store tokens by a head's columns (columns,)."""
     first, token, inside, head, HEADS = head_tokens
     at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[:, None] * (HEADS * WIDTH) + columns[None, :])
@@ -120,21 +121,21 @@ def store_tile(tensor, head_tokens, columns, WIDTH: tl.constexpr, values):
 
 
 @triton.jit
-def load_state_tile(states, number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
+def load_state_tile(states, number, k_columns, v_columns, K: constexpr, V: constexpr):
     """Load a tile (k_columns, v_columns) of a state."""
     at = states + number.to(tl.int64) * (K * V) + (k_columns[:, None] * V + v_columns[None, :])
     return load_or_zero(at, mask_tile(k_columns < K, v_columns < V))
 
 
 @triton.jit
-def store_state_tile(states, number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr, values):
+def store_state_tile(states, number, k_columns, v_columns, K: constexpr, V: constexpr, values):
     """Store a tile (k_columns, v_columns) of a state."""
     at = states + number.to(tl.int64) * (K * V) + (k_columns[:, None] * V + v_columns[None, :])
     tl.store(at, values, mask=mask_tile(k_columns < K, v_columns < V))
 
 
 @triton.jit
-def multiply(left, right, PRECISION: tl.constexpr):
+def multiply(left, right, PRECISION: constexpr):
     """Return a matrix product, float32."""
     return tl.dot(left, right, input_precision=PRECISION)
 
@@ -151,7 +152,7 @@ def sum_tokens(exists, x):
 
 @triton.jit
 def multiply_columns(
-    left, tensor, result, head_tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+    left, tensor, result, head_tokens, WIDTH: constexpr, BLOCK: constexpr, PRECISION: constexpr
 ):  # fmt: skip
     """Store left (CHUNK, CHUNK) times a head's tokens by all columns, BLOCK columns at a time."""
     for begin in range(0, WIDTH, BLOCK):
@@ -181,15 +182,15 @@ def mask_document_pairs_by_key(own, inside):
 
 
 @triton.jit
-def invert_unit_lower_triangular(system, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def invert_unit_lower_triangular(system, DTYPE: constexpr, PRECISION: constexpr):
     """
     Invert I + system, for a strictly lower triangular (64, 64), with products in a dtype.
 
     Blocks with 16 rows on the diagonal are inverted by forward substitution. With D their inverse and B = D times the
     blocks below, the result is (I - B)(I + B^2) D, since B^4 is 0.
     """
-    SIZE: tl.constexpr = 16
-    COUNT: tl.constexpr = CHUNK // 16
+    SIZE: constexpr = 16
+    COUNT: constexpr = CHUNK // 16
     block, other = tl.arange(0, COUNT)[:, None, None, None], tl.arange(0, COUNT)[None, None, :, None]
     row, column = tl.arange(0, SIZE)[None, :, None], tl.arange(0, SIZE)[None, None, :]
     diagonal = tl.sum(tl.where(block == other, tl.reshape(system, (COUNT, SIZE, COUNT, SIZE)), 0.0), 2)
@@ -211,9 +212,9 @@ def invert_unit_lower_triangular(system, DTYPE: tl.constexpr, PRECISION: tl.cons
 # fmt: off
 @cache_launches("length", "chunks")
 def carry_states(
-    k, v, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, BACK: tl.constexpr,
+    k, v, decays, ids, before, state, states, result, length, chunks, HEADS: constexpr, GROUPS: constexpr,
+    K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, PRECISION: constexpr,
+    BY_CHANNEL: constexpr, BACK: constexpr,
 ):
     # fmt: on
     """
@@ -221,7 +222,7 @@ def carry_states(
 
     If BACK, store gradients for the states after all chunks, from queries and results' gradients in place of k and v.
     """
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    BLOCKS: constexpr = (V + BV - 1) // BV
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     channel = tl.program_id(0) // BLOCKS * BK + tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)

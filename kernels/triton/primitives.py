@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -199,7 +200,7 @@ def sum_partials(parts: Tensor, result: Tensor) -> None:
 
 
 @cache_launches("count")
-def _sum_partials_kernel(parts, result, count, width, BLOCK: tl.constexpr, PARTS_PER_STEP: tl.constexpr):
+def _sum_partials_kernel(parts, result, count, width, BLOCK: constexpr, PARTS_PER_STEP: constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((PARTS_PER_STEP, BLOCK), tl.float32)
     for first in range(0, count, PARTS_PER_STEP):
@@ -227,7 +228,7 @@ def load_float32(pointers, mask):
     return load_or_zero(pointers, mask).to(tl.float32)
 
 
-ROUNDS, MULTIPLIERS, WEYL = (tl.constexpr(constants) for constants in (PHILOX_ROUNDS, PHILOX_MULTIPLIERS, PHILOX_WEYL))
+ROUNDS, MULTIPLIERS, WEYL = (constexpr(constants) for constants in (PHILOX_ROUNDS, PHILOX_MULTIPLIERS, PHILOX_WEYL))
 
 
 @triton.jit

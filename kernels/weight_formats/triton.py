@@ -5,6 +5,7 @@ from functools import cache
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.primitives import cache_launches, cdiv, load_or_zero
@@ -50,7 +51,7 @@ def _upload_table(values: tuple[float, ...], device: torch.device) -> Tensor:
 @cache_launches()
 def _dequantize_kernel(
     halves, data, table, result, blocks,
-    FORMAT: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, PER_PROGRAM: tl.constexpr,
+    FORMAT: constexpr, BLOCK: constexpr, UNITS: constexpr, PER_PROGRAM: constexpr,
 ):
     # fmt: on
     block = tl.program_id(0).to(tl.int64) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)

@@ -10,8 +10,7 @@ by `parallel` and `sequential`.
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.config import DecoderConfig, Family
 from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
 from drawloom.components.model.decoder.layer_types import LayerTypesConfig
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear, LinearHead, RMSNorm

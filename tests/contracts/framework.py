@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drawloom.components.contracts.experts import CHOICES, ENDS
 from drawloom.components.contracts.model import _expect_close, _random_tensor
-from drawloom.components.contracts.pipeline import VOCAB, _make_token_batch, _take_rows
+from drawloom.components.contracts.pipeline import VOCAB, _make_token_batch
 from drawloom.components.contracts.run import ObservedState
 from drawloom.components.ports.checkpoint import NodeState, Restorer, Stager
 from drawloom.components.ports.data import MovableData, TokenBatch, TrainingData, ValidationData
@@ -120,10 +120,8 @@ def all_dtypes_are_floating_point(precision: Precision) -> None:
 
 
 def ranks_are_below_their_counts(processes: Processes) -> None:
-    """Rank, local rank and node rank are from 0 to below their counts."""
+    """Rank and node rank are from 0 to below their counts."""
     expect(0 <= processes.rank < processes.world_size, f"rank {processes.rank} is not below {processes.world_size}")
-    local = processes.local_rank, processes.local_world_size
-    expect(0 <= local[0] < local[1] <= processes.world_size, f"local rank {local[0]} is not below {local[1]}")
     node = processes.node_rank, processes.node_count
     expect(0 <= node[0] < node[1] <= processes.world_size, f"node rank {node[0]} is not below {node[1]}")
 
@@ -361,7 +359,7 @@ def training_and_evaluation_have_equal_losses(executor: Executor) -> None:
 
 def dividing_a_batch_does_not_change_its_sums(executor: Executor) -> None:
     """Dividing a batch into microbatches does not change its sums."""
-    whole, parts = [_make_token_batch()], [_take_rows(_make_token_batch(), row, row + 1) for row in range(4)]
+    whole, parts = [_make_token_batch()], [_make_token_batch().take_rows(slice(row, row + 1)) for row in range(4)]
     _expect_same_sums(
         _evaluate_and_sum_losses_and_weights(executor, parts),
         _evaluate_and_sum_losses_and_weights(executor, whole),

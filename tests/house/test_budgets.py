@@ -3,16 +3,16 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 697_000,
+    "tokens of the source": 693_300,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 11_981,
-    "code lines imported by run": 19_104,
-    "functions on the journey rate": 36,
-    "files on the journey rate": 18,
-    "functions on the journey batch": 129,
-    "files on the journey batch": 41,
-    "functions on the journey checkpoint": 104,
-    "files on the journey checkpoint": 37,
+    "code lines imported by check": 11_919,
+    "code lines imported by run": 18_986,
+    "functions on the journey rate": 28,
+    "files on the journey rate": 16,
+    "functions on the journey batch": 128,
+    "files on the journey batch": 39,
+    "functions on the journey checkpoint": 103,
+    "files on the journey checkpoint": 35,
 }
 """
 The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown

@@ -6,7 +6,7 @@ ROOT = Path(__file__).parents[2]
 WALL = ("time.time(", "datetime.now(", "datetime.today(", "st_mtime", "getmtime", "localtime(", "gmtime(")
 
 ALLOWED = {
-    "components/checkpoint/remote.py",  # whether a file has changed since it was uploaded
+    "components/checkpoint/mirror.py",  # whether a file has changed since it was uploaded
     "components/distributed/error_file.py",  # torchrun shows people times
     "components/data/sources/files.py",  # whether a file has changed since it was tokenized
     "components/run/locks.py",  # tells a person since when a folder is in use

@@ -144,7 +144,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     ),
     # A proof records whole runs in processes of its own, and checks the contracts of ports.
     "components.proving": (
-        BELOW | {"components.checkpoint.manifest", "components.phases.report", "components.phases.step_reports"},
+        BELOW | {"components.checkpoint.commit", "components.phases.report", "components.phases.step_reports"},
         {"attrs", "safetensors", "torch"},
     ),
     "components.checkpoint": (BELOW, {"attrs", "torch"}),
@@ -152,7 +152,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.report": (
         BELOW
         | {
-            "components.checkpoint.manifest",
+            "components.checkpoint.commit",
             "components.checkpoint.reader",
             "components.pipeline.program",
             "components.pipeline.simulation",

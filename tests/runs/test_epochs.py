@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.commit import list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.checkpoint.state_hashes import hash_states
 from support.runs import drawloom, rows, series, take_back, write_corpus

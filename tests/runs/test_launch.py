@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.commit import list_checkpoints, step_of_checkpoint
 from support.blocks import blocks
 from support.forked_children import fork_children
 from support.processes import run_ranks

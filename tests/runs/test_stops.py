@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.commit import list_checkpoints, step_of_checkpoint
 from drawloom.components.data.loader import Loader
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.sampling.sample import Sample

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.commit import list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.checkpoint.staging.copy_plan import Pool
 from drawloom.components.checkpoint.state_hashes import hash_states

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
-from drawloom.components.checkpoint.manifest import CorruptCheckpointError
+from drawloom.components.checkpoint.commit import CorruptCheckpointError
 from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state, verify_checkpoint
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step

@@ -84,8 +84,8 @@ class SingleRankMesh(MeshView):
 class SingleRankProcesses:
     """A launch of one process."""
 
-    rank = local_rank = node_rank = 0
-    world_size = local_world_size = node_count = 1
+    rank = node_rank = 0
+    world_size = node_count = 1
     survives_rank_losses = False
 
     def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.checkpoint.manifest import CorruptCheckpointError
+from drawloom.components.checkpoint.commit import CorruptCheckpointError
 from drawloom.components.checkpoint.reader import verify_checkpoint
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.graph import UserError

@@ -93,17 +93,17 @@ class Small:
                 gradient.view(-1)[0] = math.inf
 
         phases = [
-            forward_backward,
-            self._begin,
-            synchronize.run_phase,
-            ClipNorm(parameters=stages, max_norm=0.1).run_phase,
-            self.updater.run_phase,
-            self._end,
+            fake(Phase, run_phase=forward_backward),
+            fake(Phase, run_phase=self._begin),
+            synchronize,
+            ClipNorm(parameters=stages, max_norm=0.1),
+            self.updater,
+            fake(Phase, run_phase=self._end),
         ]
         edges = {"events": fake(Events), "stop": fake(Stop), "randomness": fake(Randomness)}
         trainer: Trainer = build(
             "run.trainer",
-            phases=[fake(Phase, run_phase=phase) for phase in phases],
+            phases=phases,
             steps=steps,
             max_skipped_steps=max_skipped_steps,
             **edges,

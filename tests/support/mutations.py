@@ -6,7 +6,7 @@ from typing import Any
 
 from drawloom.components.checkpoint import commit as writing
 from drawloom.components.checkpoint.checkpointer import Checkpointer
-from drawloom.components.checkpoint.manifest import MANIFEST, Manifest
+from drawloom.components.checkpoint.commit import MANIFEST, Manifest
 from drawloom.components.checkpoint.snapshot import Snapshot
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.run.randomness import ProcessRandomness

@@ -128,7 +128,7 @@ def frozen_weights_of(use: str, values: Values, folder: Path) -> Any:
     teacher = {"use": use, "model": {"use": "model.auto", "path": str(Path("exported").absolute())}, **values}
     tables = {"teacher": teacher, "loss": {"use": "loss.distill"}}
     with _recipe(folder, **tables).open(only="teacher") as objects:
-        (stage,) = objects["teacher"].forward_stages.local
+        (stage,) = objects["teacher"]._stages.local
         return sum(float(parameter.double().sum()) for parameter in stage.module.parameters())
 
 
@@ -433,7 +433,7 @@ def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
 
 
 def stage_values(use: str, values: Values, _place: Path) -> Any:
-    """Return how many buffers are kept for the next copy, and the result for a value of an unknown type."""
+    """Return how many buffers are kept for the next copy."""
     module: Any = copy_plan if use == "checkpoint.staging.blocking" else overlapped
     stager, kept = build(use, **values), []
     pool = module.Pool
@@ -443,14 +443,10 @@ def stage_values(use: str, values: Values, _place: Path) -> Any:
         return pool(**options)
 
     with mock.patch.object(module, "Pool", recorded):
-        try:
-            stager.stage({"a": torch.zeros(2), "b": {"c": Path("a")}})
-            stager.synchronize_staging()
-            copied = "copied"
-        except TypeError as error:
-            copied = str(error)
+        stager.stage({"a": torch.zeros(2)})
+        stager.synchronize_staging()
         stager.close()
-    return kept, copied
+    return kept
 
 
 def write_sample(use: str, values: Values, folder: Path) -> Any:

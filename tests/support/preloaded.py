@@ -40,7 +40,7 @@ LATE = (
     "components.listeners.log_handlers",
     "components.listeners.run_header",
     "components.listeners.watchdog",
-    "components.model.decoder.attention",
+    "components.model.decoder.layer",
     "components.model.decoder.initial_weights",
     "components.model.decoder.layer",
     "components.model.decoder.mapper",

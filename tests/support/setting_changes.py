@@ -294,8 +294,8 @@ ROWS: dict[str, Row] = {
         },
     ),
     "checkpoint.mirror": Row(parts.copies_of_mirror, {"url": "one"}, {"url": "two", "every": 200.0, "timeout": 5.0}),
-    "checkpoint.staging.blocking": Row(runs.stage_values, {}, {"keep": False, "type_check": False}),
-    "checkpoint.staging.overlapped": Row(runs.stage_values, {}, {"keep": False, "type_check": False}),
+    "checkpoint.staging.blocking": Row(runs.stage_values, {}, {"keep": False}),
+    "checkpoint.staging.overlapped": Row(runs.stage_values, {}, {"keep": False}),
     "data.conversations": Row(
         parts.conversations_of,
         {"paths": ["one.chat"], "validation_fraction": 0.0, "template": "one.jinja"},

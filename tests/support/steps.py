@@ -29,13 +29,11 @@ class Arrival:
 class LateState(StepState):
     """A state whose tensors the host must wait for, as for a GPU's; `arrivals` are the events of its copies."""
 
+    late_devices = ("cpu",)
+
     def __init__(self, values: Mapping[str, Any] | None = None, **options: Any) -> None:
         self.arrivals: list[Arrival] = []
         super().__init__(values, **options)
-
-    def is_on_gpu(self, tensor: Tensor) -> bool:
-        """Return True for every tensor."""
-        return True
 
     def start_host_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
         """Copy at once, with a pending event."""

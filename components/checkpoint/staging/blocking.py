@@ -21,7 +21,6 @@ class Blocking:
     makes_copies: ClassVar[bool] = True
 
     keep: bool = setting("reuse a copy's memory for the next copy, which is several times faster", default=True)
-    type_check: bool = setting("reject values of unknown types instead of deep-copying them", default=True)
 
     _pool: "Pool | None" = internal(None)
 
@@ -32,7 +31,7 @@ class Blocking:
 
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
-        staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
+        staged, copies = plan_copies(state_dict, self._pool)
         for copy in copies:
             copy.copy_tensor(non_blocking=True)
         for device in {copy.source.device for copy in copies if copy.source.is_cuda}:

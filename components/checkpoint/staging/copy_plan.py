@@ -5,7 +5,6 @@ Tensors that are equal views on the same memory also share it in the copy. A sma
 matrix, is copied without the rest of its storage.
 """
 
-import copy
 import threading
 import weakref
 from collections.abc import Sequence
@@ -98,12 +97,11 @@ class Copy:
         self.target.copy_(self.source, non_blocking=non_blocking)
 
 
-def plan_copies(state: NodeState, pool: Pool, *, type_check: bool = True) -> tuple[dict[str, Any], list[Copy]]:
+def plan_copies(state: NodeState, pool: Pool) -> tuple[dict[str, Any], list[Copy]]:
     """
     Return a state dict's copy with uninitialized CPU tensors, and the copies that fill them.
 
-    Plain values and containers are already copied. Any other value raises TypeError with its path, or is deep-copied
-    without `type_check`.
+    Plain values and containers are already copied. Any other value raises TypeError with its path.
     """
     copies: dict[Any, Copy] = {}  # memory is allocated for all of them together, after the walk
 
@@ -112,9 +110,7 @@ def plan_copies(state: NodeState, pool: Pool, *, type_check: bool = True) -> tup
             return _plan_tensor_copy(path, value, copies)
         if isinstance(value, PLAIN):
             return value
-        if type_check:
-            raise TypeError(f"{'/'.join(map(str, path))} is a {type(value).__name__}, which can't be staged")
-        return copy.deepcopy(value)
+        raise TypeError(f"{'/'.join(map(str, path))} is a {type(value).__name__}, which can't be staged")
 
     staged = map_leaves_with_path(copy_value_or_plan_tensor, state)
     filled = [planned for planned in copies.values() if planned.target.nbytes]

@@ -39,7 +39,6 @@ class Overlapped:
     makes_copies: ClassVar[bool] = True
 
     keep: bool = setting("reuse a copy's memory for the next copy, which is several times faster", default=True)
-    type_check: bool = setting("reject values of unknown types instead of deep-copying them", default=True)
 
     _pool: Pool | None = internal(None)
     _streams: dict[torch.device, torch.cuda.Stream] = internal(factory=dict)
@@ -50,7 +49,7 @@ class Overlapped:
         """Return a future CPU copy of the state. Its memory is reused after the last copied tensor is freed."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
-        staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
+        staged, copies = plan_copies(state_dict, self._pool)
         events = self._copy_by_streams([copy for copy in copies if copy.source.is_cuda])
         later = [copy for copy in copies if not copy.source.is_cuda and not _copy_if_small(copy)]
         future = submit_in_new_thread("staging", lambda: _finish_copies_in_thread(staged, copies, later, events))

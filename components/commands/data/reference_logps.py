@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from drawloom.components.commands._documents import infer_documents
 from drawloom.components.commands._options import check_new_file, write_json_lines
 from drawloom.components.commands._recipes import find_only_node
+from drawloom.components.commands._trained import infer_documents
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.packing.batches import build_batch
 from drawloom.components.data.packing.pieces import RowPiece

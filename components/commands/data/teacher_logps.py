@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._documents import infer_documents
 from drawloom.components.commands._options import check_new_file, convert_write_errors
 from drawloom.components.commands._recipes import find_only_node
+from drawloom.components.commands._trained import infer_documents
 from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
 from drawloom.components.data.teacher_logps import MANIFEST
 from drawloom.components.pipeline.executor import ProgramExecutor

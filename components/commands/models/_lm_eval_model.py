@@ -10,7 +10,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from drawloom import UserError
-from drawloom.components.commands._documents import infer_documents, pad_documents
+from drawloom.components.commands._trained import infer_documents, pad_documents
 from drawloom.components.distributed.rng import create_generator
 from drawloom.components.sampling.generate import Sampler
 from drawloom.ports import Executor, Group, Tokenizer, complete_prompt, find_end_ids

@@ -9,9 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._documents import infer_documents, pad_documents
 from drawloom.components.commands._options import check_new_file, convert_write_errors
-from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
+from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult, infer_documents, pad_documents
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.formats import split_files_into_parts
 from drawloom.components.pipeline.executor import ProgramExecutor

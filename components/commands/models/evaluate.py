@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
+from drawloom import Container
 from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult, get_if_any
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.formats import FORMATS
 from drawloom.graph.cli.command import Count, Project, Recipe, UserError, command, option, output, output_class
 from drawloom.graph.recipe.overrides import nest_values
-from drawloom.graph.runtime.container import Container
 from drawloom.ports import (
     LOSSES,
     Batching,

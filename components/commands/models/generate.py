@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom import at_least
+from drawloom import Container, at_least
 from drawloom.components.commands._trained import CheckpointCommand, find_chat_template, parse_run_or_mirror
 from drawloom.components.data.template_prompts import TemplatePrompts
 from drawloom.components.distributed.rng import create_generator
@@ -26,7 +26,6 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
-from drawloom.graph.runtime.container import Container
 from drawloom.ports import Executor, LanguageModel, Mesh, Tokenizer, complete_prompt, find_end_ids
 
 TEXT_TOKENS, TEXT_CONTEXT = 200, 256

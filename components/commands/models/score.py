@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._documents import infer_documents, pad_documents
 from drawloom.components.commands._options import check_new_file, write_json_lines
-from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult, find_chat_template
+from drawloom.components.commands._trained import (
+    CheckpointCommand,
+    CheckpointResult,
+    find_chat_template,
+    infer_documents,
+    pad_documents,
+)
 from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.feedback import encode_prompt_completion_row
 from drawloom.components.data.labelled_texts import encode_text_or_messages

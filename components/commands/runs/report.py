@@ -19,12 +19,12 @@ from drawloom.graph.cli.command import (
     UserError,
     argument,
     command,
+    format_problems,
     option,
     output,
     output_class,
     print_escaped_text,
 )
-from drawloom.graph.cli.result import format_problems
 from drawloom.graph.recipe.lockfile import LOCK
 
 MAX_DRAWN_RUNS = 8

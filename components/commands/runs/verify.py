@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints
+from drawloom.components.checkpoint.commit import FOLDER, CorruptCheckpointError, list_checkpoints
 from drawloom.components.checkpoint.reader import verify_checkpoint
 from drawloom.components.commands._trained import missing_checkpoint_error
 from drawloom.components.commands.runs._replay import RecordedRun, Replayer

@@ -1,16 +1,20 @@
-"""Encoding from rendered conversations to token ids and loss weights."""
+"""Encoding from rendered conversations and prompts to token ids and loss weights."""
 
+import datetime
 import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 
-from drawloom.components.data.chat.template import ChatTemplate
+from drawloom import UserError, internal, setting
+from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.chat.turns import (
     QUESTION,
     Rendered,
@@ -18,13 +22,15 @@ from drawloom.components.data.chat.turns import (
     Tools,
     check_messages,
     extend_answers_to_end_tokens,
+    find_turn_end_ids,
     get_text,
     get_tool_name,
     match_control_token_after,
     parse_tools,
     render_and_locate_turns,
 )
-from drawloom.ports import ChatTokenizer, complete_document
+from drawloom.graph import component_base_class
+from drawloom.ports import ChatTokenizer, Tokenizer, complete_document, find_end_ids
 
 
 @attrs.frozen
@@ -221,3 +227,44 @@ def encode_prompt_with_answers(
         weights = [float(n >= len(prompt) and turn["role"] == "assistant") for n, turn in enumerate(messages)]
         documents.append(encode_conversation(tokenizer, template, messages, weights, row.get("tools")))
     return documents
+
+
+@component_base_class
+class PromptRenderer:
+    """Base with a chat template, from the tokenizer or a file; its renderer is a process, started once."""
+
+    tokenizer: Tokenizer
+    template: Path | None = setting("file with a jinja2 chat template; default: the tokenizer's template", default=None)
+    date: datetime.date | None = setting(
+        "date for templates with today's date, such as 2025-01-31; without it they fail", default=None
+    )
+    _renderer: ChatTemplate | None = internal(None)
+
+    def close(self) -> None:
+        """End the process that renders templates, if one is running."""
+        if self._renderer is not None:
+            self._renderer.close()
+
+    def list_input_files(self) -> dict[str, list[Path]]:
+        """Return the template file, if there is one."""
+        return {} if self.template is None else {"template": [self.template]}
+
+    def get_or_create_chat_template(self, tokenizer: ChatTokenizer) -> ChatTemplate:
+        """Return the renderer, started once. Raises UserError if the template is missing or unreadable."""
+        if self._renderer is None:
+            self._renderer = create_chat_template(tokenizer, self.template, self.date)
+        return self._renderer
+
+    @cached_property
+    def answer_end_ids(self) -> frozenset[int]:
+        if not isinstance(self.tokenizer, ChatTokenizer):
+            return frozenset()
+        try:
+            template = self.get_or_create_chat_template(self.tokenizer)
+            return find_end_ids(self.tokenizer) | find_turn_end_ids(self.tokenizer, template)
+        except UserError:  # without a template there are no conversations
+            return frozenset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what worker processes need; each starts a renderer of its own."""
+        return {**self.__dict__, "_renderer": None}

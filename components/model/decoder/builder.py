@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from drawloom import Problem, UserError, setting, wired
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
+    Family,
     derive_head_sizes,
     find_size_faults,
     size_setting,
 )
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import (
     BY_LENGTH,
     InvalidSetting,

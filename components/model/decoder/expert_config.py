@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from drawloom import above, at_least, setting
+from drawloom.components.model.decoder.branch_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.config import DecoderConfig, config_class, size_setting, training_setting
-from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.ports import Settings

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from drawloom.components.experts.local import LocalExperts
+from drawloom.components.model.decoder.branch_specs import ExpertSpec
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.expert_specs import ExpertSpec
-from drawloom.components.model.decoder.mlp import GatedMlp
+from drawloom.components.model.decoder.layer import GatedMlp
 from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.row_sums import RowSums

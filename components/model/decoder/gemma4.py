@@ -5,12 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.attention import Attention
+from drawloom.components.model.decoder.branch_specs import ExpertSpec, NormedRouting, PerLayerInputSpec
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.expert_specs import ExpertSpec, NormedRouting
 from drawloom.components.model.decoder.experts import ExpertChoices, Router, SparseMoeBlock
-from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.mixer_specs import PerLayerInputSpec
+from drawloom.components.model.decoder.layer import Attention, Block
 from drawloom.components.model.decoder.model import CausalLM, Decoder
 from drawloom.components.model.decoder.specs import AttentionSpec, LayerContext
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear, RMSNorm

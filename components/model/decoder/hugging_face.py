@@ -8,8 +8,14 @@ from typing import Any, get_args
 import attrs
 
 from drawloom import UserError
-from drawloom.components.model.decoder.config import DecoderConfig, derive_head_sizes, find_size_faults
-from drawloom.components.model.decoder.family import COMMON_FIXED, TOKEN_IDS, Family
+from drawloom.components.model.decoder.config import (
+    COMMON_FIXED,
+    TOKEN_IDS,
+    DecoderConfig,
+    Family,
+    derive_head_sizes,
+    find_size_faults,
+)
 from drawloom.components.model.decoder.layer_types import FULL, OF_IMAGES, SLIDING
 from drawloom.components.model.decoder.rope import InvalidSetting, RopeScaling
 from drawloom.components.model.decoder.rope_scaling import USED, longrope_attention_factor

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.model.decoder.branch_specs import ConnectedBranch, ConnectionSpec
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.mixer_specs import ConnectedBranch, ConnectionSpec
 from drawloom.components.model.decoder.model import Decoder
 from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import RMSNorm

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.model.decoder.branch_specs import LatentSpec, SharedIndexSpec, SparseLatentSpec
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.experts import attach_loss_gradient
-from drawloom.components.model.decoder.mixer_specs import LatentSpec, SharedIndexSpec, SparseLatentSpec
 from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.parallel.tensor_ranks import TensorParallel

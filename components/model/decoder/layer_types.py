@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from drawloom import at_least, setting
+from drawloom.components.model.decoder.branch_specs import DeltaSpec
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
     WINDOW,
@@ -19,7 +20,6 @@ from drawloom.components.model.decoder.config import (
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.model.decoder.rope import Rope
 from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.components.weights.mapper import concatenate, sequential, unsqueeze

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import attrs
 
+from drawloom.components.model.decoder.branch_specs import ExpertSpec
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.weights.mapper import chunk, identity, parallel, sequential, unsqueeze, unstack
 from drawloom.ports import Mapper
 

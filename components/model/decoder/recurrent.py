@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drawloom.components.model.decoder.branch_specs import ChannelDeltaSpec, DeltaSpec, ShortConvSpec, StateSpaceSpec
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, DeltaSpec, ShortConvSpec, StateSpaceSpec
 from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
 from drawloom.components.parallel.tensor_ranks import SplitDim, TensorParallel

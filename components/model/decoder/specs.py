@@ -78,7 +78,7 @@ class AttentionSpec(MixerSpec):
     gate: bool = False
     keys_as_values: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
-    part: str = "attention:Attention"
+    part: str = "layer:Attention"
     is_linked: bool = False
     link: str = ""
 
@@ -108,7 +108,7 @@ class MlpSpec(PartSpec):
 
     @property
     def part(self) -> str:
-        return "experts:SquaredReluMlp" if self.activation == "relu2" else "mlp:GatedMlp"
+        return "experts:SquaredReluMlp" if self.activation == "relu2" else "layer:GatedMlp"
 
 
 @attrs.frozen

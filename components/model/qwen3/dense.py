@@ -2,8 +2,7 @@
 
 from drawloom import component
 from drawloom.components.model.decoder.builder import ParametrizedBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, config_class
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.config import DecoderConfig, Family, config_class
 
 FIXED = {"attention_bias": False, "use_sliding_window": False}
 

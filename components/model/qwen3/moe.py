@@ -10,11 +10,11 @@ from drawloom.components.model.declarations import (
     config_class,
     training_setting,
 )
+from drawloom.components.model.decoder.branch_specs import Routing
 from drawloom.components.model.decoder.expert_config import (
     MoeConfig,
     find_dense_width_faults,
 )
-from drawloom.components.model.decoder.expert_specs import Routing
 from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.ports import Settings
 

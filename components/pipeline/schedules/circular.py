@@ -12,8 +12,12 @@ has all of them, and computes them data-parallel, for its share of the microbatc
 from typing import ClassVar
 
 from drawloom import UserError, between, component, setting
-from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, assign_stages_in_loop
-from drawloom.components.pipeline.program.interleaving import build_breadth_first_op_codes
+from drawloom.components.pipeline.program.builders import (
+    OpCodes,
+    OpCodeSchedule,
+    assign_stages_in_loop,
+    build_breadth_first_op_codes,
+)
 
 
 @component(impact="safe")

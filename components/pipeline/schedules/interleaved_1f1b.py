@@ -7,8 +7,7 @@ equal, so that any number of microbatches is possible.
 """
 
 from drawloom import between, component, setting
-from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule
-from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes
+from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, build_interleaved_op_codes
 from drawloom.ports import BACKWARD
 
 

@@ -8,8 +8,7 @@ on a rank; every rank keeps the activations of all microbatches.
 from typing import ClassVar
 
 from drawloom import between, component, setting
-from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule
-from drawloom.components.pipeline.program.interleaving import build_breadth_first_op_codes
+from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, build_breadth_first_op_codes
 
 
 @component(impact="safe")

@@ -6,8 +6,7 @@ interleaved form. Rank r defers r weight gradients, so that every rank needs the
 """
 
 from drawloom import between, component, setting
-from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule
-from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes
+from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, build_interleaved_op_codes
 from drawloom.ports import BACKWARD_INPUT
 
 

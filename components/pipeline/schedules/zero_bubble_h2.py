@@ -7,8 +7,7 @@ first action and its last.
 """
 
 from drawloom import component
-from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule
-from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes
+from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, build_interleaved_op_codes
 from drawloom.ports import BACKWARD_INPUT
 
 

@@ -16,7 +16,7 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.durable_files import FileWriter
+from drawloom.components.storage.durable_files import FileDigest, FileWriter
 from drawloom.components.storage.safetensors.header import (
     CODES,
     MAX_DIMENSIONS,
@@ -25,7 +25,6 @@ from drawloom.components.storage.safetensors.header import (
     format_names,
     is_valid_tensor_name,
 )
-from drawloom.components.storage.sha256_stream import FileDigest
 from drawloom.components.storage.tensor_source import TensorSpec, view_bytes
 
 

@@ -355,7 +355,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     batches = [_batch(number, host, *size) for number in range(case.microbatches)]
 
     def take_step() -> None:
-        step = Step(1, 1, create_step_state(batches), defers_scaling=True)
+        step = Step(1, 1, create_step_state(batches))
         executor.run_forward_and_backward(step.state)
         for phase in phases:
             phase.run_phase(step)

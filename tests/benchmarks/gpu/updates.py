@@ -88,12 +88,12 @@ def _make_state(shape: tuple[int, int], dtype: torch.dtype, splits: bool) -> Par
 def _measure(params: list[ParamState], counter: int | None) -> float:
     """Return an update's median milliseconds, after updates to fill the means."""
     gradients = [torch.empty_like(param.weight).normal_(0, 1e-3) for param in params]
-    stepper, factor = AdamwTriton(params), torch.tensor([0.9], device=DEVICE)
+    stepper = AdamwTriton(params)
 
     def update(step: int) -> Any:
         numbers = compute_step_scalars(3e-4, (0.9, 0.95), 1e-8, step)
         begin = clock.now(DEVICE.type == "cuda")
-        stepper.step(gradients, numbers, None if counter is None else counter + step, factors=factor)
+        stepper.step(gradients, numbers, None if counter is None else counter + step)
         return begin, clock.now(DEVICE.type == "cuda")
 
     for step in range(1, 4):

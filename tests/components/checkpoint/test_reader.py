@@ -134,12 +134,12 @@ def test_a_checkpoint_that_expires_while_being_read_is_not_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A command that reads while the run saves finds the newer checkpoint."""
-    from drawloom.components.checkpoint import manifest, reader
+    from drawloom.components.checkpoint import commit, reader
 
     save_steps(tmp_path, 1)
     verify = reader.verify_checkpoint
 
-    def verify_and_rotate(checkpoint: Path) -> manifest.Manifest:
+    def verify_and_rotate(checkpoint: Path) -> commit.Manifest:
         if checkpoint.name == "step-1":
             save_steps(tmp_path, 2, keep=1)
         return verify(checkpoint)

@@ -23,7 +23,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.run.job import NamedRun
 from drawloom.components.run.randomness import ProcessRandomness
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.sha256_stream import BLOCK
+from drawloom.components.storage.durable_files import BLOCK
 from drawloom.graph import UserError
 from support.checkpoints import LocalNode, ShardedNode, StateNode, checkpointer
 from support.processes import RanksFailedError, run_ranks

@@ -30,8 +30,6 @@ class FakeProcesses:
 
     world_size: int
     rank: int = 0
-    local_rank: int = 0
-    local_world_size: int = 1
     node_rank: int = 0
     node_count: int = 1
     generation: int = 0

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.gradients.clip_norm import ClipNorm
 from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.run import Step
@@ -117,20 +116,3 @@ def test_a_step_is_freed_without_the_garbage_collector(one_rank: Any, norm: str)
         assert freed() is None
     finally:
         gc.enable()
-
-
-def test_deferred_factors_have_the_bits_of_scaled_gradients(one_rank: Any) -> None:
-    """A step that defers scaling has the same norm, and once settled the same gradients, as a step that scales."""
-    results = []
-    for defers in (True, False):
-        weights = weights_with(torch.linspace(-3, 5, 40).bfloat16())
-        step = Step(1, 1, {"losses": losses_of(10.0, 3.7), "batches": []}, defers_scaling=defers)
-        Synchronize(parameters=weights, mesh=one_rank, reduce=NoReduction(), norm="device").run_phase(step)
-        ClipNorm(parameters=weights, max_norm=0.3).run_phase(step)
-        gradient = weights.parameters["first"].grad
-        assert gradient is not None and (gradient[0] == -3) == defers
-        step.apply_deferred_factors()
-        assert step.stack_and_clear_deferred_factors() is None
-        results.append((gradient, step.state["grad_norm"]))
-    for left, right in zip(*results, strict=True):
-        assert torch.equal(left, right)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drawloom.components.metrics.expert_load import ExpertLoad
-from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
+from drawloom.components.model.decoder.branch_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.experts import Router
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.commit import list_checkpoints, step_of_checkpoint
 from drawloom.components.phases.compare_replicas import describe_differing_replicas
 from support.runs import drawloom, write_corpus
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.adapters.full_tuning import FullTuning
-from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
+from drawloom.components.model.decoder.branch_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.experts import Router
 from drawloom.components.phases.router_bias import RouterBias
 from drawloom.components.ports.run import Step

@@ -96,7 +96,7 @@ def test_attention_of_cudnn_is_computed_once() -> None:
     def compute_gradient(attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
         x = torch.randn(2, 256, 4, 64, generator=torch.Generator().manual_seed(0)).cuda().bfloat16().requires_grad_()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-            call_with_recomputation(attend, x).square().sum().backward()  # type: ignore[no-untyped-call]
+            call_with_recomputation(attend, x).square().sum().backward()
         assert x.grad is not None
         names = [event.name for event in profile.events() or ()]
         return x.grad, sum("fprop" in name for name in names)  # cuDNN's forward pass

@@ -274,16 +274,13 @@ def test_products_of_an_optimizer_are_part_of_the_update() -> None:
     assert two == pytest.approx(one / 2, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("words", "passes"),
-    [((), 2), (("sync_gradients.norm=exact",), 4), (("optimizer.use=optim.sgd", "optimizer.lr=0.1"), 4)],
-)
-def test_updates_read_gradients_once_if_they_scale_them(words: tuple[str, ...], passes: int) -> None:
-    """AdamW's launch multiplies gradients by deferred factors; with SGD and for an exact norm other launches do."""
+@pytest.mark.parametrize("words", [(), ("optimizer.use=optim.sgd", "optimizer.lr=0.1")])
+def test_updates_read_gradients_after_norm_and_scaling(words: tuple[str, ...]) -> None:
+    """An update takes as long as the traffic of gradients, which are read, written and read, of weights and state."""
     device = find_device_model("h200")
     planned = plan(Recipe.load("first_run", *DENSE[:-1], *words, "capture.use=pipeline.captured"), device)
     persistent = planned.memory[0].persistent
-    traffic = passes * planned.memory[0].gradients + 2 * persistent["parameters"]
+    traffic = 3 * planned.memory[0].gradients + 2 * persistent["parameters"]
     traffic += 2 * persistent.get("optimizer_state", 0)
     assert planned.time.update == pytest.approx(traffic / (device.bandwidth * device.reached.memory), rel=0.02)
 
@@ -298,8 +295,9 @@ def test_means_of_8_bits_are_limited_by_arithmetic() -> None:
     )
     weights = codes.elements[0].all
     assert codes.memory[0].persistent["optimizer_state"] < narrow.memory[0].persistent["optimizer_state"]
-    assert codes.time.update > 1.2 * narrow.time.update
-    norm = codes.memory[0].gradients / (device.bandwidth * device.reached.memory)  # clipping reads the gradients
+    assert codes.time.update > 1.15 * narrow.time.update
+    # norm and scaling read and write the gradients
+    norm = 2 * codes.memory[0].gradients / (device.bandwidth * device.reached.memory)
     arithmetic = CODES_ARITHMETIC * weights / device.peaks["float32"]
     assert codes.time.update == pytest.approx(norm + arithmetic, rel=0.02)
 

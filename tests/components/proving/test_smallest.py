@@ -67,7 +67,7 @@ def test_a_folder_becomes_small_with_weights_for_all_nodes(tmp_path: Path) -> No
     assert json.loads(config.read_text("utf-8"))["hidden_size"] == 16
     assert (config.parent / "chat_template.jinja").is_file()
     with recipe.open(["stages", "teacher", "tokenizer"]) as nodes:
-        teacher, student = (stages.local[0].module for stages in (nodes["teacher"].forward_stages, nodes["stages"]))
+        teacher, student = (stages.local[0].module for stages in (nodes["teacher"]._stages, nodes["stages"]))
     assert torch.equal(teacher.model.norm.weight, student.model.norm.weight)
 
 

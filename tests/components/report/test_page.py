@@ -12,7 +12,7 @@ from typing import Any, cast
 import attrs
 import pytest
 
-from drawloom.components.checkpoint.manifest import Manifest
+from drawloom.components.checkpoint.commit import Manifest
 from drawloom.components.report.page import FOLDER, render_page
 from drawloom.components.report.run_record import Drawings, RunRecord, read_run_record
 

@@ -1,17 +1,16 @@
 """The training loop."""
 
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import pytest
 import torch
-from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import RankError
-from drawloom.components.ports.run import Event, Phase, Step, StoppedError
+from drawloom.components.ports.run import Event, Step, StoppedError
 from drawloom.components.run.trainer import Trainer
-from drawloom.graph import Every, Ordered, RecipeError, UserError, component
+from drawloom.graph import Every, Ordered, RecipeError, UserError
 from drawloom.graph.project import Recipe
 from support.steps import LateState
 
@@ -426,46 +425,6 @@ def test_only_a_stopping_phase_may_end_the_run() -> None:
 
     with pytest.raises(TypeError, match=r"\[only\] calls Step.stop, and has no method stop_reason"):
         trainer(Undeclared()).run()
-
-
-@component(writes=("gradients",))
-class Defers:
-    """A phase that leaves the factor 3 to later phases."""
-
-    gradient: Tensor
-
-    def run_phase(self, step: Step) -> None:
-        step.scale_gradients(self.gradient.mul_, torch.tensor(3.0, dtype=torch.float64))
-
-
-@component(reads=("gradients",))
-class Reads:
-    """A phase that reads the gradient, and knows of no factor."""
-
-    gradient: Tensor
-    seen: list[float] = attrs.field(factory=list)
-
-    def run_phase(self, step: Step) -> None:
-        self.seen.append(float(self.gradient))
-
-
-@component(reads=("gradients",))
-class TakesFactors(Reads):
-    """A phase that reads the gradient, and takes deferred factors."""
-
-    defers_scaling: ClassVar[bool] = True
-
-
-@pytest.mark.parametrize(("kind", "expected"), [(Reads, 6.0), (TakesFactors, 2.0)])
-def test_readers_of_gradients_see_deferred_factors(kind: type[Reads], expected: float) -> None:
-    """Deferred factors multiply gradients before a phase that reads them, unless the phase takes the factors."""
-    gradient = torch.tensor(2.0, dtype=torch.float64)
-    reader = kind(gradient=gradient)
-    phases: Ordered[Phase] = Ordered([Defers(gradient=gradient), reader], ["defers", "reads"])
-    one_step = trainer(Record(), steps=1)
-    one_step.phases = phases
-    one_step.run()
-    assert reader.seen == [expected]
 
 
 @pytest.mark.parametrize("stopped_at", [0, 2])

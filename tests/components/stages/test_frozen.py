@@ -94,7 +94,7 @@ def test_features_of_a_teacher_change_its_layers_alone(tmp_path: Path) -> None:
     teacher = {"use": "stages.frozen", "model": {"use": "model.auto", "path": str(tmp_path)}, "features": [QUANTIZED]}
     recipe = taught(tmp_path, teacher=teacher, precision={"compute": "bfloat16"})
     with recipe.open(["stages", "teacher"]) as objects:
-        trained, frozen = objects["stages"].local, objects["teacher"].forward_stages.local
+        trained, frozen = objects["stages"].local, objects["teacher"]._stages.local
         counts = [len(list_quantized_parameter_formats(stage.module)) for stage in (*trained, *frozen)]
     assert counts == [0, 7 * TEACHER["num_hidden_layers"]]
 

@@ -158,7 +158,7 @@ def test_missing_values_are_named() -> None:
     state = StepState(microbatches=4)
     state.microbatch(0)["loss"] = torch.ones(())
     state.microbatch(2)["loss"] = torch.ones(())
-    sentences = {
+    sentences: dict[str, Any] = {
         "['loss'] is missing: of 4 microbatches, microbatches 1, 3 were not written": state,
         "microbatch(3)['loss'] is missing: of 4 microbatches, microbatch 3 was not written": state.microbatch(3),
     }

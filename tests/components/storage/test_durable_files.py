@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.durable_files import CHUNK, replace_file
-from drawloom.components.storage.sha256_stream import BLOCK, FileDigest
+from drawloom.components.storage.durable_files import BLOCK, CHUNK, FileDigest, replace_file
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.sha256_stream import BLOCK, FileDigest
+from drawloom.components.storage.durable_files import BLOCK, FileDigest
 from drawloom.components.storage.verified_file import ContentMismatchError, open_file_to_verify
 
 SIZE = 3 * BLOCK + 1000

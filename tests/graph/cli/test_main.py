@@ -11,8 +11,8 @@ import pytest
 import tomli
 
 import drawloom
+from drawloom.graph.cli.command import Console
 from drawloom.graph.cli.main import find_command_files, main, split_off_overrides
-from drawloom.graph.cli.result import Console
 from drawloom.graph.problems import RecipeError, ReopenError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import read_overrides

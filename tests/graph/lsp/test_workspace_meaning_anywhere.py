@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from drawloom.graph.lsp.completion import find_replaced_range, list_completions
 from drawloom.graph.lsp.cursor import Cursor
-from drawloom.graph.lsp.definition import find_definitions
 from drawloom.graph.lsp.diagnostics import diagnose
 from drawloom.graph.lsp.hover import describe_token
-from drawloom.graph.lsp.references import find_symbol, find_symbol_ranges
+from drawloom.graph.lsp.references import find_definitions, find_symbol, find_symbol_ranges
 from drawloom.graph.lsp.workspace import Meaning, Workspace
 from drawloom.graph.project import Project
 

@@ -14,7 +14,6 @@ from drawloom.kernels.adamw.eager import (
     join_bfloat16_and_remainder,
     split_into_bfloat16_and_remainder,
 )
-from drawloom.kernels.gradients.eager import scale_and_sum_squares
 
 
 def make_state(
@@ -153,24 +152,6 @@ def test_nan_gradient_stays_visible() -> None:
     AdamwEager([one]).step([gradient], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
     for tensor in (one.weight, one.exp_avg, one.exp_avg_sq):
         assert tensor.isnan().tolist() == [False, True, False, False]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_factors_have_the_bits_of_gradients_scaled_in_place(dtype: torch.dtype) -> None:
-    """A step with two factors equals a step after scaling the gradients in place twice."""
-    factors = torch.tensor([1 / 3.7, 0.013])
-    results = []
-    for in_place in (True, False):
-        torch.manual_seed(0)
-        weight, grad = torch.randn(300), torch.randn(300).to(dtype)
-        state = ParamState(weight, torch.zeros(300), torch.zeros(300), 0.1)
-        if in_place:
-            for factor in factors.double():
-                scale_and_sum_squares([grad], factor)
-        numbers = compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
-        AdamwEager([state]).step([grad], numbers, factors=None if in_place else factors)
-        results.append(state.weight_and_state_tensors)
-    assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 
 def test_every_master_is_split_exactly() -> None:

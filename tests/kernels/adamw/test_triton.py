@@ -60,14 +60,13 @@ def step_both(
     gradients: list[list[Tensor]],
     noise: int | None = 2**40,
     maximize: bool = False,
-    factors: Tensor | None = None,
 ) -> None:
     triton, eager = AdamwTriton(ours, maximize), AdamwEager(theirs, maximize)
     for step, step_gradients in enumerate(gradients, 1):
         numbers = compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, step)
         counter = None if noise is None else step + noise
-        triton.step(step_gradients, numbers, counter, factors=factors)
-        eager.step(step_gradients, numbers, counter, factors=factors)
+        triton.step(step_gradients, numbers, counter)
+        eager.step(step_gradients, numbers, counter)
 
 
 @few
@@ -78,7 +77,6 @@ def step_both(
     st.sampled_from([2**40, None]),
     st.booleans(),
     st.booleans(),
-    st.integers(0, 2),
 )
 def test_triton_has_the_bits_of_eager(
     _seed: object,
@@ -87,16 +85,14 @@ def test_triton_has_the_bits_of_eager(
     noise: int | None,
     amsgrad: bool,
     maximize: bool,
-    factors: int,
 ) -> None:
     """
     For all sizes and dtypes of weights and both dtypes of gradients, updates equal the eager step's: with noise or
-    rounded to nearest, and as AMSGrad; downwards and upwards; with and without factors.
+    rounded to nearest, and as AMSGrad; downwards and upwards.
     """
     ours, theirs = twins(shapes, amsgrad)
     gradients = [[torch.randn(t.weight.shape).to(DEVICE, of_gradients) for t in ours] for _ in range(2)]
-    rates = torch.tensor([0.3, 1.7], device=DEVICE)[:factors] if factors else None
-    step_both(ours, theirs, gradients, noise, maximize, rates)
+    step_both(ours, theirs, gradients, noise, maximize)
     assert_same_bits(ours, theirs)
 
 

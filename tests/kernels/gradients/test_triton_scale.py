@@ -31,10 +31,7 @@ def test_triton_has_the_bits_of_eager(
     unchanged, expected = memory.clone(), [tensor.clone() for tensor in actual]
     number = torch.tensor(factor, dtype=torch.float64, device=DEVICE)
     counted = tuple(index % 3 != 1 for index in range(len(actual)))
-    read_only = scale_and_sum_squares_triton(actual, number, counted, write=False)
-    assert torch.equal(memory, unchanged)
     squares = scale_and_sum_squares_triton(actual, number, counted)
-    assert torch.equal(read_only, squares)
     torch.testing.assert_close(squares, scale_and_sum_squares_eager(expected, number, counted), rtol=1e-13, atol=0)
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
     unchanged[offset : offset + 50] = expected[-1]

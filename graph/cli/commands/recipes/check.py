@@ -7,6 +7,7 @@ from drawloom.graph.cli.command import (
     JSON,
     OK,
     Problem,
+    ProblemData,
     Project,
     RecipeCommand,
     RecipeError,
@@ -16,7 +17,6 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
-from drawloom.graph.cli.result import ProblemData
 from drawloom.graph.problems import sort_and_deduplicate_problems
 
 

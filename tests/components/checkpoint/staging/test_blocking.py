@@ -53,13 +53,6 @@ def test_kept_memory_does_not_grow(state: dict[str, Tensor]) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB; one copy has 8,000
 
 
-def test_unknown_values_are_refused_by_default() -> None:
-    """The type check can be turned off, as in torch."""
-    with pytest.raises(TypeError, match="a is a set"):
-        Blocking().stage({"a": {1}})
-    assert Blocking(type_check=False).stage({"a": {1}}) == {"a": {1}}
-
-
 def test_staging_works_after_close(state: dict[str, Tensor]) -> None:
     """Closing frees unused memory and affects neither copies in use nor later ones."""
     stager = Blocking()

@@ -242,8 +242,7 @@ def test_what_is_trained_is_not_changed_silently(run_import: Import) -> None:
     data = "datasets:\n  - {path: a.jsonl, type: chat_template, roles_to_train: [tool], message_field_role: from}"
     result = run_import("a.yml", f"base_model: base\ntrain_on_inputs: true\n{data}")
     assert isinstance(result["values"], dict) and result["values"]["tokens"]["roles"].keys() > {"user", "assistant"}
-    [unmapped] = result["unmapped"]  # type: ignore[misc]
-    assert "'roles_to_train': ['tool'], 'message_field_role': 'from'" in unmapped
+    assert "'roles_to_train': ['tool'], 'message_field_role': 'from'" in str(result["unmapped"])
     result = run_import("b.yaml", "model_name_or_path: base\nsave_strategy: no")
     assert isinstance(result["values"], dict) and result["values"]["checkpoint"] == {"every": "never"}
 

@@ -9,8 +9,7 @@ import pytest
 
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.decoder.builder import DecoderBuilder, find_setting_faults
-from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.config import DecoderConfig, Family
 from drawloom.components.model.decoder.hugging_face import CONVERTER
 from drawloom.components.model.phi3 import Phi3
 from drawloom.graph import UserError, at_least, component, setting

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
+from drawloom.components.model.decoder.branch_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.experts import (
     Router,
     attach_loss_gradient,

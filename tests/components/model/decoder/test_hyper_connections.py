@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.mixer_specs import ConnectionSpec, ConstrainedSpec
+from drawloom.components.model.decoder.branch_specs import ConnectionSpec, ConstrainedSpec
 from drawloom.components.model.pattern import Pattern
 from drawloom.components.ports.model import LayerRange
 from support.families import (

@@ -1,7 +1,6 @@
 """Breadth first."""
 
-from drawloom.components.pipeline.program.builders import encode_op
-from drawloom.components.pipeline.program.interleaving import build_breadth_first_op_codes
+from drawloom.components.pipeline.program.builders import build_breadth_first_op_codes, encode_op
 from drawloom.components.ports.program import BACKWARD, FORWARD
 
 

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.program.builders import encode_op
-from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes, split_into_rounds
+from drawloom.components.pipeline.program.builders import build_interleaved_op_codes, encode_op, split_into_rounds
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 

@@ -1,7 +1,6 @@
 """count the nodes of a recipe"""
 
-from drawloom.graph.cli.command import RecipeCommand, command
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.command import RecipeCommand, Result, command, output, output_class
 from drawloom.graph.project import Project
 
 

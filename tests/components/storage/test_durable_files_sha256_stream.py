@@ -6,7 +6,7 @@ import threading
 import hypothesis
 from hypothesis import strategies as st
 
-from drawloom.components.storage.sha256_stream import (
+from drawloom.components.storage.durable_files import (
     BLOCK,
     LARGE,
     FileDigest,

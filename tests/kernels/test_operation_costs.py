@@ -12,14 +12,14 @@ from torch import Tensor
 
 import drawloom.kernels
 import support.kernels  # noqa: F401, for kernels in Triton's interpreter
-from drawloom.kernels.costs import (
+from drawloom.kernels.operation import (
     REGISTERED,
     accesses_elements,
     bind_arguments,
     compute_operation_costs,
     register_costs,
+    register_operator,
 )
-from drawloom.kernels.operation import register_operator
 
 META = torch.device("meta")
 NUMBERS = count()

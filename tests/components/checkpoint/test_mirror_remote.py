@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.checkpoint.manifest import list_checkpoints
+from drawloom.components.checkpoint.commit import list_checkpoints
+from drawloom.components.checkpoint.mirror import RemoteCopy, fetch_run
 from drawloom.components.checkpoint.reader import verify_checkpoint
-from drawloom.components.checkpoint.remote import RemoteCopy, fetch_run
 from drawloom.components.storage.object_store import ObjectStore, StoreError
 from drawloom.graph import UserError
 from support.checkpoints import save_steps

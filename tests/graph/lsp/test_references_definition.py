@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.lsp.definition import find_definitions
+from drawloom.graph.lsp.references import find_definitions
 from drawloom.graph.lsp.workspace import Workspace
 from support.editor import Point
 

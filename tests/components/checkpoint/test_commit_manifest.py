@@ -10,9 +10,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from drawloom.components.checkpoint.manifest import CorruptCheckpointError, Manifest
+from drawloom.components.checkpoint.commit import CorruptCheckpointError, Manifest
 from drawloom.components.checkpoint.reader import read_manifest, read_manifest_if_sizes_match, verify_checkpoint
-from drawloom.components.storage.sha256_stream import FileDigest
+from drawloom.components.storage.durable_files import FileDigest
 from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph import UserError
 from support.checkpoints import save_steps
@@ -81,7 +81,7 @@ def test_the_manifest_of_another_step_is_corrupt(checkpoint: Path) -> None:
 @pytest.mark.parametrize("other", [2, 4])
 def test_another_format_is_a_user_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, other: int) -> None:
     """It is refused with both numbers, instead of falling back to an older checkpoint."""
-    monkeypatch.setattr("drawloom.components.checkpoint.manifest.FORMAT", other)
+    monkeypatch.setattr("drawloom.components.checkpoint.commit.FORMAT", other)
     (checkpoint / "manifest.json").write_bytes(MANIFEST.to_json_bytes())
     monkeypatch.undo()
     with pytest.raises(UserError, match=f"has format {other}, and this version of drawloom reads format 3"):
