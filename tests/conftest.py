@@ -15,9 +15,12 @@ import torch
 from hypothesis import settings
 
 from support import seeding  # noqa: F401 - registers torch's generators with Hypothesis
+from support.protocol_members import find_members_once
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+find_members_once()
 
 # No deadlines: on a busy machine any example may take long. `make soak` looks thoroughly.
 settings.register_profile("plain", max_examples=30, stateful_step_count=25, deadline=None)

@@ -78,8 +78,7 @@ def add_by_label(
     first: Mapping[str, Amount], second: Mapping[str, Amount], times: int, zero: Amount
 ) -> dict[str, Amount]:
     """Return first + times * second by label; a missing label counts as `zero`."""
-    labels = dict.fromkeys([*first, *second])
-    return {label: first.get(label, zero) + second.get(label, zero) * times for label in labels}
+    return {**first, **{label: first.get(label, zero) + amount * times for label, amount in second.items()}}
 
 
 @attrs.define

@@ -31,7 +31,7 @@ from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.registry import Field, Spec, read_spec
 from drawloom.graph.types.port_match import find_mismatches, implements_any, join_mismatches, list_protocol_members
-from drawloom.graph.types.structure import ValueConverter
+from drawloom.graph.types.structure import CONVERTER
 from drawloom.graph.wiring.node import Node, NodeView
 from drawloom.graph.wiring.settings import SettingsResolver
 
@@ -77,7 +77,7 @@ def _make_node(spec: Spec, settings: Mapping[str, Any]) -> Node:
     node = Node(spec.use, recipe.tree.items["it"], spec)  # type: ignore[arg-type]
     SettingsResolver({}).resolve(node)
     for key in settings.keys() - plain.keys():
-        value, problems = ValueConverter().structure(None, spec.fields[key].type)
+        value, problems = CONVERTER.structure(None, spec.fields[key].type)
         node.set_setting(key, value)
         for problem in problems:
             node.add_problem(problem.code, f"{key}: {problem.text}", problem.hint)

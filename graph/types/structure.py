@@ -133,6 +133,9 @@ class ValueConverter:
         return _make_container_hook(dict, inside)
 
 
+CONVERTER = ValueConverter()
+"""Shared by all graphs, because it makes a hook for a type once."""
+
 SCALARS = (str, bool, int, float, Path, datetime, date, time)
 
 MAX_FILE_NAME_BYTES = 255

@@ -13,7 +13,7 @@ from drawloom.graph.recipe.layers import Layer, Leaf, Table, find_origin
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE, describe_missing_variable
 from drawloom.graph.recipe.overrides import quote_override
 from drawloom.graph.registry.registry import Field
-from drawloom.graph.types.structure import ValueConverter
+from drawloom.graph.types.structure import CONVERTER
 from drawloom.graph.wiring.node import Node, format_path
 
 INVALID_VALUE = object()
@@ -27,7 +27,6 @@ class SettingsResolver:
     vars: dict[str, Leaf]
     folder: str = ""
     layers: Sequence[Layer] = ()
-    values: ValueConverter = attrs.field(factory=ValueConverter)
 
     def resolve(self, node: Node) -> None:
         """Fill in a node's settings. Invalid values become problems."""
@@ -87,7 +86,7 @@ class SettingsResolver:
         if plain is INVALID_VALUE:
             return
         try:
-            value, problems = self.values.structure(plain, field.type)
+            value, problems = CONVERTER.structure(plain, field.type)
             if not problems and field.check and (reason := field.check(value)):
                 problems = [Problem("DL303", reason)]
         except Exception as error:  # a bug in the component's annotations or checks

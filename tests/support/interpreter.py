@@ -2,18 +2,23 @@
 Repairs of Triton's interpreter, which stores bfloat16 and float8 as integers with the same bits.
 
 It truncates float32 to bfloat16, where GPUs round to the nearest even, multiplies matrices of bfloat16 as if their bits
-were integers, and drops the carry when it rounds float32 to float8 (triton#8322). It also searches the language for
-what it has to patch whenever a kernel calls a function, and makes a table of dtypes for every operation.
+were integers, and drops the carry when it rounds float32 to float8 (triton#8322).
+
+It is also slow: it searches the language for what it has to patch whenever a kernel calls a function, makes a table of
+dtypes for every operation, describes every tensor's shape anew, and computes the overflow of integers for an assertion
+that it leaves out without `debug`.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle, interpreter_builder
 
 BF16, FLOAT, E4M3 = tl.bfloat16, tl.float32, tl.float8e4nv
 
@@ -56,6 +61,9 @@ def repair() -> None:
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     _patch_languages_once()
+    _describe_shapes_once()
+    options = interpreter_builder.options
+    interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
     number_dtype = lru_cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda dtype: (
         np.dtype(np.uint64) if dtype.scalar.is_ptr() else number_dtype(dtype.scalar)
@@ -71,11 +79,47 @@ def _patch_languages_once() -> None:
         patched.clear()  # the end of a grid takes its patches away
         launch(self, *args, **kwargs)
 
+    @lru_cache
+    def find_languages(function: Any) -> list[Any]:
+        return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+
     def patch_lang(function: Any) -> Any:
-        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        languages = find_languages(function)
         if languages and all(language in patched for language in languages):
             return interpreter._LangPatchScope()
         patched.extend(languages)
         return patch(function)
 
     GridExecutor.__call__, interpreter._patch_lang = __call__, patch_lang
+
+
+def _describe_shapes_once() -> None:
+    """Let tensors and their types with equal dtypes and shapes have the same attributes, which nothing changes."""
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    types: dict[Any, dict[str, Any]] = {}
+    tensors: dict[Any, dict[str, Any]] = {}
+
+    def type_init(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, getattr(element_ty, "address_space", ""), *shape  # a pointer's name says if it is const
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = vars(self).copy()
+        vars(self).update(types[key])
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = {name: getattr(self, name) for name in ("shape", "numel")}
+        vars(self).update(tensors[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_unless_equal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        kinds = lhs.type, rhs.type
+        if all(kind.is_block() for kind in kinds) and kinds[0].shape.values == kinds[1].shape.values:
+            return lhs, rhs
+        pair: tuple[Any, Any] = broadcast(self, lhs, rhs)
+        return pair
+
+    tl.block_type.__init__, tl.tensor.__init__ = type_init, tensor_init
+    TritonSemantic.broadcast_impl_value = broadcast_unless_equal

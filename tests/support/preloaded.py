@@ -16,29 +16,37 @@ from itertools import product
 from drawloom.components.kernels.choosing import OPERATIONS, load_implementation
 from drawloom.graph.project import Project
 from drawloom.graph.types.port_match import implements_any
+from support.protocol_members import find_members_once
 
 LATE = (
     "components.checkpoint.reader",
+    "components.checkpoint.remote",
     "components.checkpoint.restore",
     "components.checkpoint.saves",
     "components.checkpoint.staging.copy_plan",
     "components.data.auto_tokenizer",
     "components.data.batch_checks",
+    "components.data.bytes_files",
     "components.data.order.permutation",
     "components.data.order.stream",
     "components.data.packing.batches",
+    "components.data.packing.best_fit",
     "components.data.packing.row_checks",
     "components.data.sources.files",
+    "components.data.sources.formats",
     "components.data.store.build",
     "components.data.text_files",
     "components.distributed.guard",
     "components.distributed.launched_ranks",
     "components.distributed.mesh_sizes",
     "components.distributed.torch_release",
+    "components.export.adapter",
     "components.export.hf_writer",
+    "components.frozen_weights.quantized",
     "components.gradients.exact_norm",
     "components.listeners.log_handlers",
     "components.listeners.run_header",
+    "components.listeners.time_limits",
     "components.listeners.watchdog",
     "components.model.decoder.layer",
     "components.model.decoder.initial_weights",
@@ -57,6 +65,9 @@ LATE = (
     "components.pipeline.program.timing",
     "components.pipeline.runtime.p2p",
     "components.pipeline.runtime.program_runner",
+    "components.pipeline.runtime.rank_plans",
+    "components.pipeline.schedules.gpipe",
+    "components.pipeline.schedules.zero_bubble_v",
     "components.pipeline.split_backward.split_backward",
     "components.run.folder_records",
     "components.run.generators",
@@ -80,6 +91,7 @@ LATE = (
 
 if "PYTHONPATH" in os.environ:
     sys.path[:] = os.environ.pop("PYTHONPATH").split(os.pathsep)
+find_members_once()
 import_module("torch._dynamo")  # takes a second of its own
 with suppress(ImportError):
     import_module("transformers.modeling_utils")  # a second, too, in every rank that trains or exports such a model
@@ -98,7 +110,7 @@ with suppress(Exception):  # the test of a broken component reports it
         implements_any(cls, field.ports)  # is cached, as for the container of every run
 for operation in OPERATIONS:
     load_implementation(operation, "eager")  # as every run does on a CPU
-for name in ("_strptime", "torch.profiler._cupti_monitor"):  # which most runs import later
+for name in ("_strptime", "rich.console", "torch.profiler._cupti_monitor"):  # which most runs import later
     import_module(name)
 for name in LATE:
     import_module(f"drawloom.{name}")

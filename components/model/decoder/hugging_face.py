@@ -21,14 +21,11 @@ from drawloom.components.model.decoder.rope import InvalidSetting, RopeScaling
 from drawloom.components.model.decoder.rope_scaling import USED, longrope_attention_factor
 from drawloom.components.storage.durable_files import open_untrusted_file
 from drawloom.components.storage.strict_json import parse_strict_json
-from drawloom.graph.types.structure import ValueConverter
+from drawloom.graph.types.structure import CONVERTER
 from drawloom.ports import ConfigJson, Settings
 
 HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
 """The values of `rope_type` in a `config.json`; static NTK is written there as a larger `rope_theta`."""
-
-CONVERTER = ValueConverter()
-"""Converter of a `config.json`'s values to the types of settings."""
 
 READ_TYPES: dict[str, Any] = {
     "block_ff_dim": int,

@@ -10,11 +10,11 @@ import pytest
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.decoder.builder import DecoderBuilder, find_setting_faults
 from drawloom.components.model.decoder.config import DecoderConfig, Family
-from drawloom.components.model.decoder.hugging_face import CONVERTER
 from drawloom.components.model.phi3 import Phi3
 from drawloom.graph import UserError, at_least, component, setting
 from drawloom.graph.project import Recipe
 from drawloom.graph.registry.registry import read_spec
+from drawloom.graph.types.structure import CONVERTER
 from support.families import small
 from support.qwen3 import SIZES
 
