@@ -40,7 +40,7 @@ def load_named_state(
 
 def _copy_tensors(parts: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
     """Copy the tensors with these keys, because the optimizer changes its state in place."""
-    return {key: parts[key].detach().clone() for key in keys if isinstance(parts.get(key), Tensor)}
+    return {key: part.detach().clone() for key, part in parts.items() if key in keys and isinstance(part, Tensor)}
 
 
 def create_state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str, Tensor]:

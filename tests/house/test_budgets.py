@@ -3,10 +3,10 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 693_300,
+    "tokens of the source": 696_200,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 11_919,
-    "code lines imported by run": 18_986,
+    "code lines imported by check": 11_927,
+    "code lines imported by run": 18_994,
     "functions on the journey rate": 28,
     "files on the journey rate": 16,
     "functions on the journey batch": 128,
@@ -16,9 +16,9 @@ BUDGETS = {
 }
 """
 The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown
-seven times: by conversations with tools, eight model families, `ask`, `plan --floor`, rollouts ahead of the policy,
+eight times: by conversations with tools, eight model families, `ask`, `plan --floor`, rollouts ahead of the policy,
 kernels and exchanges that overlap, decays by channel, grafts, hyper-connections and their kernels, sparse attention,
-environments of `verifiers`, links in plans, and spares for GPUs. No other run imports them.
+environments of `verifiers`, links in plans, spares for GPUs, and kernels for chosen keys. No other run imports them.
 """
 
 

@@ -62,7 +62,7 @@ class Phase:
         pass
 """,
     "skip": """
-@component(writes=("skip",))
+@component(changes=("skip",))
 class Skip:
     def run_phase(self, step):
         if step.index == 3:

@@ -4,7 +4,7 @@ Repairs of Triton's interpreter, which stores bfloat16 and float8 as integers wi
 It truncates float32 to bfloat16, where GPUs round to the nearest even, multiplies matrices of bfloat16 as if their bits
 were integers, and drops the carry when it rounds float32 to float8 (triton#8322).
 
-It is also slow: it searches the language for what it has to patch whenever a kernel calls a function, makes a table of
+It is also slow: it searches the language for parts to patch whenever a kernel calls a function, makes a table of
 dtypes for every operation, describes every tensor's shape anew, and computes the overflow of integers for an assertion
 that it leaves out without `debug`.
 """
@@ -94,7 +94,7 @@ def _patch_languages_once() -> None:
 
 
 def _describe_shapes_once() -> None:
-    """Let tensors and their types with equal dtypes and shapes have the same attributes, which nothing changes."""
+    """Let tensors and their types with equal dtypes and shapes share their constant attributes."""
     make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
     types: dict[Any, dict[str, Any]] = {}
     tensors: dict[Any, dict[str, Any]] = {}

@@ -276,7 +276,7 @@ def test_products_of_an_optimizer_are_part_of_the_update() -> None:
 
 @pytest.mark.parametrize("words", [(), ("optimizer.use=optim.sgd", "optimizer.lr=0.1")])
 def test_updates_read_gradients_after_norm_and_scaling(words: tuple[str, ...]) -> None:
-    """An update takes as long as the traffic of gradients, which are read, written and read, of weights and state."""
+    """An update takes as long as the traffic of gradients (read, written and read), weights and state."""
     device = find_device_model("h200")
     planned = plan(Recipe.load("first_run", *DENSE[:-1], *words, "capture.use=pipeline.captured"), device)
     persistent = planned.memory[0].persistent

@@ -81,7 +81,7 @@ def test_a_head_that_is_not_used_is_warned_of(tmp_path: Path) -> None:
     """There is a warning exactly if the model's folder has a head with the loss's outputs, and `head` is not set."""
     base = folder_of(tmp_path / "base", id2label=NAMES)
     empty = folder_of(tmp_path / "empty", {HEAD: torch.ones(1, 4)})
-    node: Any = SimpleNamespace(warning=lambda key, text, hint: hint)
+    node: Any = SimpleNamespace(nodes={}, warning=lambda key, text, hint: hint)
     for path, head, outputs, is_warned in (
         (base, None, ["none", "bad", "good"], True),
         (base, base, ["none", "bad", "good"], False),

@@ -14,7 +14,7 @@ from drawloom.graph.project import Project
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.registry import EntryPointSource, PackageSource
 
-for _name in ("types.describe", "registry.suggestions", "wiring.misfits", "toml.diagnosis"):
+for _name in ("types.describe", "types.mismatches", "registry.suggestions", "toml.diagnosis"):
     import_module(f"drawloom.graph.{_name}")  # a process imports it with its first problem
 
 SECRET = '''

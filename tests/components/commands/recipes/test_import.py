@@ -196,7 +196,7 @@ def test_rows_of_grpo_are_prompts(run_import: Import) -> None:
 def test_the_loss_of_grpo_is_the_configurations(
     run_import: Import, base: Path, tmp_path: Path, config: str, loss: object, advantages: object, unmapped: object
 ) -> None:
-    """The recipe has TRL's variant, clip and scale, or names what it lacks, and it has no problem."""
+    """The recipe has TRL's variant, clip and scale, or names the missing one, and it has no problem."""
     result = run_import("mine.yaml", f"model_name_or_path: {base}\nper_device_train_batch_size: 8\n{config}")
     values = result["values"]
     assert isinstance(values, dict) and result["unmapped"] == unmapped
@@ -258,7 +258,7 @@ def test_defaults_of_axolotl_are_written(run_import: Import) -> None:
     "entry", ["split: 'train[:10%]'", "roles_to_train: [user]", "type: completion", "field_messages: conversations"]
 )
 def test_data_that_other_rows_or_tokens_would_train_is_listed(run_import: Import, entry: str) -> None:
-    """A data set of which axolotl reads something else than the lines' `messages` has no counterpart."""
+    """A data set has no counterpart if axolotl reads something else than the lines' `messages`."""
     text = f"base_model: base\ndatasets: [{{path: a.jsonl, ds_type: json, {entry}}}]\n"
     result = run_import("a.yml", text)
     assert [line.partition(" ")[0] for line in result["unmapped"]] == ["datasets"]  # type: ignore[attr-defined]
