@@ -78,7 +78,8 @@ class ScoringLoss:
         """Report other labels than the data's, and tensor parallelism; warn of a random head beside a folder's."""
         names = node.settings.get("labels")
         for other in node.nodes.values():
-            if other.settings.get("labels", names) != names:
+            others = other.settings.get("labels")
+            if names and isinstance(others, list) and others != names:
                 yield node.problem("labels", f"labels differ from [{other.name}]'s", "write the same in the same order")
         if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
             # Every rank would add the whole head's gradient.

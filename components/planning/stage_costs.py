@@ -512,7 +512,7 @@ def _choose_examples(blocks: Sequence[_Block]) -> list[_Block]:
 @contextmanager
 def _bypass_other_blocks(blocks: Sequence[nn.Module], some: Sequence[_Block]) -> Iterator[None]:
     """Replace all other blocks by the identity, and apply the recompute policy to the remaining blocks."""
-    kept, before = {block.number: block for block in some}, [dict(block.__dict__) for block in blocks]
+    kept, before = {block.number: block for block in some}, [block.__dict__.get("forward") for block in blocks]
     for number, block in enumerate(blocks):
         if number not in kept:
             block.forward = lambda hidden, *_, **__: hidden
@@ -521,6 +521,7 @@ def _bypass_other_blocks(blocks: Sequence[nn.Module], some: Sequence[_Block]) ->
     try:
         yield
     finally:
-        for block, attributes in zip(blocks, before, strict=True):
+        for block, forward in zip(blocks, before, strict=True):
             block.__dict__.pop("forward", None)
-            block.__dict__.update({"forward": attributes["forward"]} if "forward" in attributes else {})
+            if forward is not None:
+                block.forward = forward

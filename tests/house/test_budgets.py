@@ -16,9 +16,9 @@ BUDGETS = {
 }
 """
 The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown
-eight times: by conversations with tools, eight model families, `ask`, `plan --floor`, rollouts ahead of the policy,
+seven times: by conversations with tools, eight model families, `ask`, `plan --floor`, rollouts ahead of the policy,
 kernels and exchanges that overlap, decays by channel, grafts, hyper-connections and their kernels, sparse attention,
-environments of `verifiers`, links in plans, spares for GPUs, and kernels for chosen keys. No other run imports them.
+environments of `verifiers`, links in plans, and spares for GPUs. No other run imports them.
 """
 
 

@@ -104,7 +104,7 @@ CASES = {
                 *(f"batch.global_size={rows}", "batch.micro_size=2"),
             ),
         )
-        for rows in (2, 32)
+        for rows in (2, 8, 32)
     },
     "30B-A3B, LoRA on NF4": Case("qwen3_30b_a3b_lora", ("batch.global_size=4",)),
 }

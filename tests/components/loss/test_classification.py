@@ -51,6 +51,8 @@ def test_the_loss_is_the_weighted_cross_entropy_at_last_tokens(one_rank: Any) ->
 )
 def test_labels_of_the_data_are_the_losss(labels: str, faults: int) -> None:
     """The data's labels are numbered like the head's outputs, whose names an export has."""
-    values = {"vars": {"base": "base"}, "tokens": {"labels": labels.split(", "), "paths": ["a.jsonl"]}}
+    values: dict[str, Any] = {"vars": {"base": "base"}, "tokens": {"labels": labels.split(", "), "paths": ["a.jsonl"]}}
     problems = [str(problem) for problem in Recipe.load("classify").with_values(values).graph.problems]
     assert ["labels differ from [tokens]'s" in problem for problem in problems] == [True] * faults
+    values["count"] = {"use": "metrics.multilabel", "labels": 3}  # a number, not names
+    assert "[count]'s" not in str(Recipe.load("classify").with_values(values).graph.problems)
