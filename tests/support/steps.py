@@ -29,7 +29,7 @@ class Arrival:
 class LateState(StepState):
     """A state whose tensors the host must wait for, as for a GPU's; `arrivals` are the events of its copies."""
 
-    late_devices = ("cpu",)
+    late_devices = ("cpu", "cuda")
 
     def __init__(self, values: Mapping[str, Any] | None = None, **options: Any) -> None:
         self.arrivals: list[Arrival] = []
