@@ -535,7 +535,9 @@ class Planner:
         gradients = {
             stage.index: view.gradient_bytes_in_backward(stage, program.microbatches) for stage in view.stages.local
         }
-        peak = compute_peak_memory(program, index, costs, gradients)
+        captured = self.nodes.has_feature("pipeline.captured")
+        kept = {stage: captured * size for stage, size in view.whole_gradient_bytes_by_stage.items()}
+        peak = compute_peak_memory(program, index, costs, gradients, kept)
         rows, _ = self.nodes.count_rows_and_microbatches(self.mesh)
         tokens = program.microbatches * rows * self.nodes.sequence_length // self.mesh.sizes.context
         # Batches have tokens, targets, positions and documents (int64), and weights (float32).

@@ -23,12 +23,14 @@ class ElementCounts:
     """
     Element counts of a stage's parameters: all, and the trained ones.
 
-    `owned` counts this rank's trained elements, and `unit` the elements in the largest reduction unit.
+    `owned` counts this rank's trained elements, `whole` those without shards, and `unit` the elements in the largest
+    reduction unit.
     """
 
     all: int
     trained: int
     owned: int
+    whole: int
     unit: int
 
 
@@ -87,12 +89,15 @@ class RankView:
         return {stage.index: self._count_elements(stage, owned) for stage in self.stages.local}
 
     def _count_elements(self, stage: Stage, owned: Mapping[str, torch.Tensor]) -> ElementCounts:
-        """Count a stage's elements: all, trained, owned by this rank, and in the largest reduction unit."""
+        """Count a stage's elements: all, trained, owned by this rank, without shards, and in the largest unit."""
         parameters = list(stage.module.parameters())
+        sizes = {name: owned[name].numel() for name, _ in stage.named_masters_or_parameters() if name in owned}
+        shards = self.sharded_parameter_store.slices if self.sharded_parameter_store else {}
         return ElementCounts(
             all=sum(parameter.numel() for parameter in parameters),
             trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            owned=sum(owned[name].numel() for name, _ in stage.named_masters_or_parameters() if name in owned),
+            owned=sum(sizes.values()),
+            whole=sum(size for name, size in sizes.items() if name not in shards),
             unit=count_largest_unit(stage.module, self.stages.model.blocks(stage.module)),
         )
 
@@ -107,6 +112,12 @@ class RankView:
             return elements.owned * size
         by_unit = microbatches == 1 or bool(self.stages.sync_each_microbatch)
         return (elements.owned + 2 * elements.unit if by_unit else elements.trained) * size
+
+    @property
+    def whole_gradient_bytes_by_stage(self) -> dict[int, int]:
+        """The gradient bytes for parameters without shards, whose addresses are fixed in CUDA graphs."""
+        size = int(self.stages.precision.gradient.itemsize)
+        return {stage: elements.whole * size for stage, elements in self.elements_by_stage.items()}
 
     def reduction_buffer_bytes(self) -> int:
         """Return the bytes for the reduction over ranks, beyond the gradients."""

@@ -21,14 +21,18 @@ class Peak:
 
 
 def compute_peak_memory(
-    program: Program, rank: int, costs: Mapping[int, StageCosts], gradients: Mapping[int, int]
+    program: Program,
+    rank: int,
+    costs: Mapping[int, StageCosts],
+    gradients: Mapping[int, int],
+    kept: Mapping[int, int] = {},
 ) -> Peak:
     """
     Return a rank's peak for activations and gradients if the step's first backward pass allocates gradients.
 
-    `gradients` are bytes by stage. A stage's first backward pass allocates its gradients while it frees activations, so
-    the stage's peak is at the pass's beginning, in its last block, or at its end. Offloaded stages' activations wait in
-    host memory.
+    `gradients` are bytes by stage, and `kept` those that no update frees. A stage's first backward pass allocates its
+    other gradients while it frees activations, so the stage's peak is at the pass's beginning, in its last block, or at
+    its end. Offloaded stages' activations wait in host memory.
     """
     actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
     moves: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -37,7 +41,7 @@ def compute_peak_memory(
         moves[start + 2].append((actions[start].stage, -1))
         moves[end - 1].append((actions[start].stage, 1))
     live: Counter[tuple[int, str]] = Counter()
-    gradient_bytes = 0
+    gradient_bytes = sum(kept.values())
     activations = 0
     has_gradients: set[int] = set()
     peak, peak_action, kinds = 0, "", dict[str, int]()
@@ -52,7 +56,7 @@ def compute_peak_memory(
         allocates_gradients = action.op in "BW" and action.stage not in has_gradients
         if allocates_gradients:
             has_gradients.add(action.stage)
-            gradient_bytes += gradients[action.stage]
+            gradient_bytes += gradients[action.stage] - kept.get(action.stage, 0)
             late = max(cost.last_delta, -forward) if action.op == "B" else -pending
             total = max(total, activations + late + gradient_bytes)
         if total > peak:

@@ -221,6 +221,18 @@ def test_cuda_graphs_take_no_time_of_the_host() -> None:
     assert captured < 0.2 * plain
 
 
+def test_graphs_keep_the_gradients_of_whole_parameters() -> None:
+    """With CUDA graphs they are beside all activations; shards' gradients, summed after the passes, are not."""
+    device = find_device_model("h200")
+    for shards in (1, 2):
+        words = (*DENSE[:-1], f"mesh.data_shard={shards}", f"batch.micro_size={8 // shards}")
+        plain, captured = (
+            plan(Recipe.load("first_run", *words, *graphs), device, shards).memory[0].step.bytes
+            for graphs in ((), ("capture.use=pipeline.captured",))
+        )
+        assert captured > plain if shards == 1 else captured == plain
+
+
 def test_gradients_are_sent_only_if_their_weights_are_trained_and_sharded() -> None:
     """With adapters on frozen weights, and for experts that a rank has alone, few bytes of gradients are sent."""
     device = find_device_model("h200")

@@ -29,6 +29,12 @@ def test_gradients_take_the_place_of_activations_in_the_first_backward_pass() ->
     assert compute_peak_memory(program("F0", "B0"), 0, WHOLE, {0: 80}).bytes == 80
 
 
+def test_gradients_that_are_kept_are_beside_all_activations() -> None:
+    """They count from the step's first forward pass on, and once."""
+    assert compute_peak_memory(program("F0", "B0"), 0, WHOLE, {0: 8}, {0: 6}).bytes == 10 + 3 + 6
+    assert compute_peak_memory(program("F0", "B0"), 0, WHOLE, {0: 80}, {0: 80}).bytes == 80 + 13
+
+
 def test_the_last_block_meets_the_gradients_of_all_others() -> None:
     """In the first backward pass the last block's temporary tensors count beside gradients."""
     costs = {0: StageCosts({"F": FORWARD, "B": PassCost(peak_delta=3, last_delta=-2)}, 0)}
