@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from drawloom.components.experts.local import LocalExperts
-from drawloom.components.model.decoder.branch_specs import SwiGlu
 from drawloom.components.model.decoder.experts import Experts, Router, SharedGate, SparseMoeBlock
 from drawloom.components.model.decoder.layer import Attention, Block, GatedMlp
-from drawloom.components.model.decoder.specs import Branch
+from drawloom.components.model.decoder.specs import Branch, SwiGlu
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.data_shard import find_untied_heads
 from drawloom.kernels.float8.eager import Float8Kernels, Float8Rows
@@ -115,7 +114,7 @@ class Float8Mlp(Float8Module, GatedMlp):
 
     def list_joint_layers(self) -> Sequence[Linear]:
         """Return gate and up, if the whole network is one operation."""
-        is_joint = self.activation == "silu" and all(map(_is_plain, (self.gate_proj, self.up_proj, self.down_proj)))
+        is_joint = self.activation == SwiGlu() and all(map(_is_plain, (self.gate_proj, self.up_proj, self.down_proj)))
         return (self.gate_proj, self.up_proj) if is_joint else ()
 
 
@@ -183,7 +182,7 @@ def find_float8_candidates(module: nn.Module) -> dict[str, Candidate]:
 
 def _can_use_float8(layer: Candidate) -> bool:
     if isinstance(layer, Experts):
-        return not (isinstance(layer, AdaptedLayer) or layer.spec.biases or layer.spec.activation != SwiGlu())
+        return not (isinstance(layer, AdaptedLayer) or layer.spec.expert_biases or layer.spec.activation != SwiGlu())
     return not isinstance(layer, Router | SharedGate)
 
 

@@ -1,9 +1,7 @@
 """The component `model.deepseek_v2`: DeepSeek-V2 and V2-Lite (arXiv 2405.04434)."""
 
-import attrs
-
 from drawloom import component, setting
-from drawloom.components.model.declarations import DecoderBuilder, Family, Routing, config_class
+from drawloom.components.model.declarations import DecoderBuilder, Family, config_class
 from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.ports import ConfigJson
 
@@ -15,13 +13,11 @@ GREEDY, GROUPED = "greedy", "group_limited_greedy"
 class DeepseekV2Config(LatentConfig):
     """Config of DeepSeek-V2: latent attention, and experts by softmax scores, which are not normalised."""
 
+    norm_topk_prob = False
+    best_in_group = 1
+
     n_shared_experts: int = 2
     mlp_bias: bool = setting("add biases to the linear layers of feed-forward networks", default=False)
-
-    @property
-    def routing(self) -> Routing:
-        """Routing by softmax scores within the groups with the best experts."""
-        return attrs.evolve(super().routing, norm_topk_prob=False, best_in_group=1)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:

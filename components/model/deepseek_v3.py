@@ -53,13 +53,10 @@ class LatentConfig(GroupedExpertsConfig):
 
     def mixer_spec_of(self, layer: int) -> LatentSpec:
         scale = (self.qk_nope_head_dim + self.head_dim) ** -0.5 * latent_score_multiplier(self.rope_scaling)
-        return LatentSpec(
+        return LatentSpec.from_config(
+            self,
             heads=self.num_attention_heads,
-            nope_dim=self.qk_nope_head_dim,
             rope_dim=self.head_dim,
-            v_dim=self.v_head_dim,
-            kv_rank=self.kv_lora_rank,
-            query_rank=self.q_lora_rank or None,
             rope=self.rope_of(layer),
             options=AttentionOptions(scale=scale),
         )

@@ -5,6 +5,7 @@ from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
     DecoderBuilder,
     Family,
+    GeGlu,
     Norms,
     RopeByTypeConfig,
     SlidingTypes,
@@ -23,7 +24,7 @@ class GemmaConfig(RopeByTypeConfig):
     """Config of Gemma 3 and 4: four norms per layer, layers with a window, and scaled embeddings."""
 
     qk_norm = "head"
-    activation = "gelu_tanh"
+    activation = GeGlu()
     sliding_theta_key = "rope_local_base_freq"
     rounds_embedding_multiplier = True  # as in transformers
 

@@ -12,11 +12,9 @@ from drawloom.components.model.declarations import (
     Branch,
     DecoderBuilder,
     Family,
-    GeGlu,
     InvalidSetting,
     MlpSpec,
     MoeConfig,
-    NormedRouting,
     PartSpec,
     PerLayerInputSpec,
     Rope,
@@ -63,6 +61,8 @@ class Gemma4Config(GemmaConfig, MoeConfig):
     renamed = {"num_experts_per_tok": "top_k_experts"}
     zero_is_null = EXPERTS
     stacks_experts = True
+    router_name = "router"
+    shared_name = "mlp"
     renamed_tensors = {
         r"\.feed_forward\.router\.weight$": ".router.proj.weight",
         r"\.(feed_forward|per_layer)\.": ".",
@@ -146,14 +146,10 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         is_wide = self.use_double_wide_mlp and self.key_layer_of(layer) != layer
         width = self.intermediate_size * (2 if is_wide else 1)
         if not self.num_experts:
-            return MlpSpec(width=width, activation=self.activation)
+            return MlpSpec.from_config(self, width=width)
         return attrs.evolve(
             self.expert_spec,
             part="gemma4:NormedMoeBlock",
-            routing=NormedRouting(eps=self.rms_norm_eps),
-            activation=GeGlu(),
-            router="router",
-            shared="mlp",
             shared_expert_width=width,
         )
 

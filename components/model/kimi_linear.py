@@ -1,26 +1,23 @@
 """The component `model.kimi_linear`: Kimi Linear (Kimi team 2025, arXiv 2510.26692)."""
 
-from collections.abc import Iterator
-
 from drawloom import component
 from drawloom.components.model.declarations import (
     FULL,
+    JOINED_CONVOLUTION,
     LINEAR,
     MIXTRAL_EXPERTS,
     NO_POSITIONS,
+    TAP_DIMS,
     ChannelDeltaSpec,
     DecoderBuilder,
     Family,
     LinearLayersConfig,
     PartSpec,
     config_class,
-    join_convolutions,
-    sequential,
     size_setting,
-    unsqueeze,
 )
 from drawloom.components.model.glm4_moe_lite import Glm4MoeLiteConfig
-from drawloom.ports import ConfigJson, Mapper
+from drawloom.ports import ConfigJson
 
 NESTED = {
     "head_dim": "linear_head_dim",
@@ -44,6 +41,8 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
         "num_experts_per_tok": "num_experts_per_token",
         "n_shared_experts": "num_shared_experts",
     }
+    joins_of_modules = (JOINED_CONVOLUTION,)
+    inserted_dims = TAP_DIMS | {"A_log": (1, 0, 0)}  # to (1, 1, heads, 1)
     renamed_tensors = {
         r"\.self_attn\.in_proj_([qkvb])\.": r".self_attn.\1_proj.",
         r"\.self_attn\.conv_([qkv])$": r".self_attn.\1_conv1d.weight",
@@ -96,15 +95,6 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
         nested = {theirs: config[ours] for theirs, ours in NESTED.items()}
         lists = {"full_attn_layers": layers[FULL], "kda_layers": layers[LINEAR]}
         return super().write_keys({**config, "linear_attn_config": nested | lists})
-
-    def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """Yield the mapper from decay rates (heads,) to (1, 1, heads, 1)."""
-        if name.endswith(".A_log"):
-            yield sequential(unsqueeze(name, 1), unsqueeze(name, 0), unsqueeze(name, 0))
-
-    def join_modules(self, name: str) -> Iterator[Mapper]:
-        yield from super().join_modules(name)
-        yield from join_convolutions(name)
 
 
 @component(impact="incompatible")

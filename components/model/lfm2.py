@@ -1,6 +1,5 @@
 """The component `model.lfm2`: LFM2 and LFM2.5 for text, dense (Liquid AI 2025, arXiv 2511.23404)."""
 
-from collections.abc import Iterator
 from typing import Literal
 
 from drawloom import component
@@ -9,17 +8,14 @@ from drawloom.components.model.declarations import (
     DecoderBuilder,
     DecoderConfig,
     Family,
+    Join,
     PartSpec,
     ShortConvSpec,
-    concatenate,
     config_class,
     layer_types_setting,
-    rename,
-    sequential,
     size_setting,
-    unsqueeze,
 )
-from drawloom.ports import ConfigJson, Mapper
+from drawloom.ports import ConfigJson
 
 
 @config_class
@@ -28,7 +24,9 @@ class Lfm2Config(DecoderConfig):
 
     qk_norm = "head"
     renamed = {"rms_norm_eps": "norm_eps"}
+    joins = (Join("in_proj.weight", "in_proj_{}.weight", "bcx"),)
     renamed_tensors = {
+        r"\.conv\.taps$": ".conv.conv.weight",
         r"\.self_attn\.o_proj\.": ".self_attn.out_proj.",
         r"\.self_attn\.([qk])_norm\.": r".self_attn.\1_layernorm.",
         r"\.mlp\.gate_proj\.": ".feed_forward.w1.",
@@ -63,14 +61,6 @@ class Lfm2Config(DecoderConfig):
         tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
         changes = {"intermediate_size": width, "tie_word_embeddings": tied, "block_auto_adjust_ff_dim": False}
         return config | changes | {"layer_types": config.get("layer_types") or types}
-
-    def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """Yield the mappers that join a convolution's three projections, and write its taps as (channels, 1, taps)."""
-        conv, has_taps, _ = name.partition(".taps")
-        if has_taps:
-            target = f"{conv}.conv.weight"
-            yield sequential(rename({name: target}), unsqueeze(target, 1))
-            yield concatenate([f"{conv}.in_proj_{part}.weight" for part in "bcx"], f"{conv}.in_proj.weight")
 
 
 @component(impact="incompatible")

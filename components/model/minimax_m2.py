@@ -6,7 +6,6 @@ from drawloom.components.model.declarations import (
     DecoderBuilder,
     ExpertsConfig,
     Family,
-    Routing,
     config_class,
     rotary_factor_setting,
 )
@@ -21,14 +20,11 @@ class MiniMaxM2Config(ExpertsConfig):
     renamed = {"num_experts": "num_local_experts"}
     renamed_tensors = {**MIXTRAL_EXPERTS, r"\.gate\.e_score_correction_bias$": ".e_score_correction_bias"}
     renamed_modules = {r"\.block_sparse_moe\.": ".mlp."}
+    scoring_func = "sigmoid"
+    balancing_bias = True
 
     rope_theta: float = 5e6
     partial_rotary_factor: float = rotary_factor_setting(0.5)
-
-    @property
-    def routing(self) -> Routing:
-        """Routing by sigmoid scores, with a balancing bias."""
-        return Routing(scoring_func="sigmoid", bias=True)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:

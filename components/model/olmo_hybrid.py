@@ -1,12 +1,11 @@
 """The component `model.olmo_hybrid`: OLMo Hybrid (OLMo team 2026)."""
 
-from collections.abc import Iterator
-
 import attrs
 
 from drawloom import component
 from drawloom.components.model.declarations import (
     FULL,
+    JOINED_CONVOLUTION,
     NO_POSITIONS,
     DecoderBuilder,
     DeltaConfig,
@@ -14,11 +13,10 @@ from drawloom.components.model.declarations import (
     Family,
     Norms,
     config_class,
-    join_convolutions,
     training_setting,
 )
 from drawloom.components.model.olmo2 import POST_NORMS
-from drawloom.ports import ConfigJson, Mapper
+from drawloom.ports import ConfigJson
 
 WITHOUT_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
 """Rotary positions of published models; with null or nothing transformers rotates."""
@@ -30,6 +28,7 @@ class OlmoHybridConfig(DeltaConfig):
 
     unused_keys = NO_POSITIONS
     qk_norm = "projection"
+    joins_of_modules = (JOINED_CONVOLUTION,)
     renamed_tensors = {
         r"\.linear_attn\.in_proj_z\.": ".linear_attn.g_proj.",
         r"\.linear_attn\.in_proj_([qkvab])\.": r".linear_attn.\1_proj.",
@@ -55,9 +54,6 @@ class OlmoHybridConfig(DeltaConfig):
             return POST_NORMS
         # Files have these names, unlike the modules of transformers.
         return ("attention_layer_norm", None), ("feedforward_layer_norm", None)
-
-    def join_modules(self, name: str) -> Iterator[Mapper]:
-        yield from join_convolutions(name, self.delta.channels)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:

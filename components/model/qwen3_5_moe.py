@@ -1,12 +1,9 @@
 """The component `model.qwen3_5_moe`: Qwen3.5 with experts, for text (Qwen team 2026)."""
 
-import attrs
-
 from drawloom import component
 from drawloom.components.model.declarations import (
     HYBRID_DEFAULTS,
     DecoderBuilder,
-    ExpertSpec,
     Family,
     HybridConfig,
     MoeConfig,
@@ -21,6 +18,8 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
     """Config of Qwen3.5 with experts: all tokens visit one expert more, whose output has a gate."""
 
     stacks_experts = True
+    shared_name = "shared_expert"
+    shared_expert_gate = True
 
     shared_expert_intermediate_size: int = size_setting(
         "intermediate_size", "inner width of the expert that all tokens visit", default=512
@@ -29,10 +28,6 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
     @property
     def shared_expert_width(self) -> int:
         return self.shared_expert_intermediate_size
-
-    @property
-    def expert_spec(self) -> ExpertSpec:
-        return attrs.evolve(super().expert_spec, shared="shared_expert", shared_gate=True)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:

@@ -1,18 +1,17 @@
 """The component `model.qwen3_next`: Qwen3-Next (Qwen team 2025)."""
 
-from collections.abc import Iterator
-
 from drawloom import component
 from drawloom.components.model.declarations import (
     HYBRID_DEFAULTS,
+    JOINED_CONVOLUTION,
     DecoderBuilder,
     Family,
-    concatenate_blocks,
+    Join,
     config_class,
 )
 from drawloom.components.model.qwen3.moe import Qwen3MoeConfig
 from drawloom.components.model.qwen3_5_moe import Qwen35MoeConfig
-from drawloom.ports import ConfigJson, Mapper
+from drawloom.ports import ConfigJson
 
 
 @config_class
@@ -21,15 +20,11 @@ class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
 
     stacks_experts = False
 
-    def join_projections(self, net: str) -> Iterator[Mapper]:
-        """Yield mappers that join a gated delta net's projections as in files: key head by key head."""
-        delta = self.delta
-        group = delta.value_heads // delta.key_heads
-        rows = {"q": delta.key_dim, "k": delta.key_dim, "v": group * delta.value_dim, "z": group * delta.value_dim}
-        for sizes in (rows, {"b": group, "a": group}):
-            parts = [f"{net}.in_proj_{part}.weight" for part in sizes]
-            target = f"{net}.in_proj_{''.join(sizes)}.weight"
-            yield concatenate_blocks(parts, target, delta.key_heads, list(sizes.values()))
+    @property
+    def joins(self) -> tuple[Join, ...]:  # type: ignore[override]
+        heads = self.linear_num_key_heads  # with the rows of each key head together
+        projections = (Join(f"in_proj_{names}.weight", "in_proj_{}.weight", names, heads) for names in ("qkvz", "ba"))
+        return JOINED_CONVOLUTION, *projections
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import attrs
 from torch import Tensor
 
-from drawloom.components.model.decoder.specs import Activation, Branch, MixerSpec, PartSpec, RecurrentSpec
+from drawloom.components.model.decoder.specs import Branch, MixerSpec, PartSpec, RecurrentSpec, SwiGlu
 from drawloom.ports import Kernels
 
 
@@ -27,22 +27,22 @@ class LatentSpec(MixerSpec):
     """
     Specification of multi-head latent attention.
 
-    A query or key head has `nope_dim` channels, and `rope_dim` rotated channels, shared by all heads in keys. Keys and
-    values are projected from a latent with `kv_rank` channels, queries from one with `query_rank`; None: from hidden
-    states.
+    A query or key head has `qk_nope_head_dim` channels, and `rope_dim` rotated channels, shared by all heads in keys.
+    Keys and values are projected from a latent with `kv_lora_rank` channels, queries from one with `q_lora_rank`; 0:
+    from hidden states.
     """
 
     part = "latent:LatentAttention"
 
-    nope_dim: int
     rope_dim: int
-    v_dim: int
-    kv_rank: int
-    query_rank: int | None
+    qk_nope_head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int
 
     @property
     def pair_flops(self) -> int:
-        return 2 * self.heads * (self.nope_dim + self.rope_dim + self.v_dim)
+        return 2 * self.heads * (self.qk_nope_head_dim + self.rope_dim + self.v_head_dim)
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +56,6 @@ class SparseLatentSpec(LatentSpec):
 
     part = "latent:SparseLatentAttention"
 
-    query_rank: int
     chosen: int | None
     index_heads: int
     index_dim: int
@@ -115,11 +114,6 @@ class DeltaSpec(RecurrentSpec):
     def head_widths(self) -> tuple[tuple[str, int], ...]:
         """Head widths for queries, keys and values."""
         return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
-
-    @property
-    def channels(self) -> list[int]:
-        """Channels of all heads' queries, keys and values."""
-        return [self.key_heads * self.key_dim] * 2 + [self.value_heads * self.value_dim]
 
     @property
     def token_flops(self) -> int:
@@ -181,85 +175,35 @@ class ConnectedBranch(Branch):
 
 
 @attrs.frozen
-class SwiGlu:
-    """
-    The experts' activation silu(gate) * up; `parameter` is the matrix before it.
-
-    `in_mlp` is the activation of a feed-forward network beside the experts.
-    """
-
-    parameter: ClassVar[str] = "gate_up_proj"
-    factors: ClassVar[int] = 2
-    in_mlp: ClassVar[Activation] = "silu"
-
-    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
-        """Return (rows, width) for products (rows, factors * width), multiplied by scale (rows,)."""
-        return kernels.swiglu_halves(rows, scale)
-
-
-@attrs.frozen
 class ClampedSwiGlu(SwiGlu):
-    """Slope and bound for clamped SwiGLU, see kernels/gates/eager.py."""
+    """Slope and bound for the experts' clamped SwiGLU, see kernels/gates/eager.py."""
 
     alpha: float
     limit: float
 
-    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
+    def apply_and_scale(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
         return kernels.oss_swiglu_halves(rows, scale, self.alpha, self.limit)
 
 
-@attrs.frozen
-class SquaredRelu(SwiGlu):
-    """The experts' activation relu(x) ** 2, without a gate (So et al. 2021, arXiv 2109.08668)."""
-
-    parameter = "up_proj"
-    factors = 1
-    in_mlp = "relu2"
-
-    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
-        return (rows.relu().square() * scale[:, None]).to(rows.dtype)
-
-
-@attrs.frozen
 class GeGlu(SwiGlu):
-    """The experts' activation gelu(gate) * up, with the tanh approximation of GELU."""
+    """The activation gelu(gate) * up, with the tanh approximation of GELU."""
 
-    in_mlp = "gelu_tanh"
+    def apply(self, kernels: Kernels, *products: Tensor) -> Tensor:
+        return kernels.geglu(*products)
 
-    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
-        gate, up = (part.contiguous() for part in rows.chunk(2, -1))
-        return (kernels.geglu(gate, up) * scale[:, None]).to(rows.dtype)
-
-
-@attrs.frozen(kw_only=True)
-class Routing:
-    """
-    How a token's experts are chosen and weighted.
-
-    Scores are the softmax over all experts, or the sigmoid of each. With `bias` every expert has a number added to its
-    scores for the choice alone. With `n_group` groups, a token is sent to experts in the `topk_group` groups whose
-    `best_in_group` best scores have the greatest sums. The chosen experts' weights are their scores, with
-    `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
-    alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed in at least
-    float32, and with `linear_bias` a learned bias is added to them.
-    """
-
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    bias: bool = False
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
-    best_in_group: int = 2
-    wide_logits: bool = False
-    linear_bias: bool = False
+    def apply_and_scale(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
+        products = (part.contiguous() for part in rows.chunk(len(self.inner_projections), -1))
+        return (self.apply(kernels, *products) * scale[:, None]).to(rows.dtype)
 
 
-@attrs.frozen(kw_only=True)
-class NormedRouting(Routing):
-    """Routing by normed hidden states, with learned factors; `eps` is the norm's."""
+class SquaredRelu(GeGlu):
+    """The activation relu(x) ** 2, without a gate (So et al. 2021, arXiv 2109.08668)."""
 
-    eps: float
+    inner_projections = ("up_proj",)
+    expert_matrix = "up_proj"
+
+    def apply(self, kernels: Kernels, *products: Tensor) -> Tensor:
+        return products[0].relu().square()
 
 
 @attrs.frozen(kw_only=True)
@@ -267,23 +211,40 @@ class ExpertSpec(PartSpec):
     """
     Specification of a router and its experts, with inner width `width`.
 
+    Scores are the softmax over all experts, or the sigmoid of each. With `balancing_bias` every expert has a number
+    added to its scores for the choice alone. With `n_group` groups, a token is sent to experts in the `topk_group`
+    groups whose `best_in_group` best scores have the greatest sums. The chosen experts' weights are their scores, with
+    `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
+    alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed in at least
+    float32, and with `router_bias` a learned bias is added to them.
+
     `shared_expert_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0:
-    there is none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared`
-    are module names. With `biases`, experts have biases. Loss coefficients are per layer. Experts map `latent_width`
-    channels; None: hidden states.
+    there is none. With `shared_expert_gate`, its output is multiplied by the sigmoid of a projection. Router and shared
+    experts are the modules `router_name` and `shared_name`. With `expert_biases`, experts have biases. Loss
+    coefficients are per layer. Experts map `moe_latent_size` channels; None: hidden states. `rms_norm_eps` is for norms
+    in routers.
     """
 
     experts: int
     choices: int
     width: int
-    routing: Routing
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    balancing_bias: bool = False
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    best_in_group: int = 2
+    wide_logits: bool = False
+    router_bias: bool = False
     shared_expert_width: int = 0
-    shared_gate: bool = False
-    router: str = "gate"
-    shared: str = "shared_experts"
-    biases: bool = False
+    shared_expert_gate: bool = False
+    router_name: str = "gate"
+    shared_name: str = "shared_experts"
+    expert_biases: bool = False
     activation: SwiGlu = SwiGlu()
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
-    latent_width: int | None = None
+    moe_latent_size: int | None = None
+    rms_norm_eps: float = 1e-6
     part: str = "experts:SparseMoeBlock"

@@ -312,12 +312,13 @@ class DecoderModel:
         from drawloom.components.weights.load import persistent_tensors
         from drawloom.components.weights.mapper import sequential
 
-        names, joined = [*persistent_tensors(self.build_on_meta())], Mapper(())
+        tensors, joined = persistent_tensors(self.build_on_meta()), Mapper(())
         if self.new_token_split is not None:
             from drawloom.components.model.split_vocabulary import create_vocabulary_join_mapper
 
-            joined = create_vocabulary_join_mapper(names, self.new_token_split)
-        kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
+            joined = create_vocabulary_join_mapper([*tensors], self.new_token_split)
+        split = {*joined.inputs} - {*joined.outputs}
+        kept = {name: tensor for name, tensor in tensors.items() if name not in split}
         return sequential(joined, create_decoder_mapper(kept, self.architecture, prefix))
 
     @cached_property

@@ -18,7 +18,7 @@ from drawloom.components.model.decoder.rope import (
     Rope,
     RopeScaling,
 )
-from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
+from drawloom.components.model.decoder.specs import AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec, SwiGlu
 from drawloom.ports import AttentionOptions, ConfigJson, Mapper, Settings
 
 MAX_SIZES = {
@@ -36,6 +36,25 @@ MAX_SIZES = {
 
 ATTENTION_BIAS = "add biases to the linear layers of attention"
 WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
+
+
+TAP_DIMS = dict.fromkeys(("conv_q", "conv_k", "conv_v", "taps"), (1,))
+"""A convolution has the shape (channels, taps) here, and (channels, 1, taps) in files."""
+
+
+@attrs.frozen
+class Join:
+    """
+    Tensor `target` in files, which joins parameters of the same module along the first dimension.
+
+    `pattern` with one of the `names` in it is the end of a parameter's name. With several `blocks` the first blocks of
+    all parameters come first, then their second blocks, and so on.
+    """
+
+    target: str
+    pattern: str
+    names: Sequence[str]
+    blocks: int = 1
 
 
 Norms = tuple[str | None, str | None]
@@ -64,6 +83,7 @@ class DecoderConfig:
     Every field is a key in `config.json`, declared once: a recipe's setting with this type, check and documentation,
     whose values in files are checked likewise. A family's own class may declare keys, change the defaults of inherited
     ones (`rope_theta: float = 5e5`), and override the class variables and methods that choose the layers' mechanisms.
+    Specifications take fields with the names of keys or class variables from them (`PartSpec.from_config`).
     """
 
     qk_norm: ClassVar[Literal["none", "head", "projection"]] = "none"
@@ -72,8 +92,8 @@ class DecoderConfig:
     zero_centered: ClassVar[bool] = False
     """Whether norms multiply by 1 + weight."""
 
-    activation: ClassVar[Activation] = "silu"
-    """Activation of the gate in feed-forward networks."""
+    activation = SwiGlu()
+    """Activation in feed-forward networks and experts."""
 
     unused_keys: ClassVar[tuple[str, ...]] = ()
     """Inherited keys that the family does not have: such as `rope_theta`; without it layers have no positions."""
@@ -101,6 +121,15 @@ class DecoderConfig:
 
     stacks_experts: ClassVar[bool] = False
     """Whether files have a layer's experts in one tensor, as the model has."""
+
+    joins: ClassVar[tuple[Join, ...]] = ()
+    """Tensors that files join."""
+
+    joins_of_modules: ClassVar[tuple[Join, ...]] = ()
+    """Tensors that transformers' modules join, unless it is what files join."""
+
+    inserted_dims: ClassVar[Mapping[str, tuple[int, ...]]] = TAP_DIMS
+    """Where files insert dimensions with size 1, one after another, by the end of a parameter's name."""
 
     renamed_tensors: ClassVar[Mapping[str, str]] = {}
     """Regular expressions, replaced one after another in the names of tensors in files."""
@@ -180,17 +209,9 @@ class DecoderConfig:
         """Patterns (fnmatch) for tensors in files without a parameter in the model."""
         return ()
 
-    def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """
-        Yield the mappers for a parameter that files join with others or reshape; it reads the others, too.
-
-        Other parameters are mapped by `create_decoder_mapper`.
-        """
-        yield from ()
-
-    def join_modules(self, name: str) -> Iterator[Mapper]:
-        """Yield the mappers for a parameter that transformers' modules join or reshape; default: as in files."""
-        yield from self.join_tensors(name)
+    def map_experts(self, name: str) -> Mapper | None:
+        """Return the mapper for an experts' parameter that files have in a form of the family's own, or None."""
+        return None
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
@@ -229,21 +250,18 @@ class DecoderConfig:
 
     def mixer_spec_of(self, layer: int) -> MixerSpec:
         """Return the specification for a layer's attention: here with grouped queries."""
-        return AttentionSpec(
+        return AttentionSpec.from_config(
+            self,
             heads=self.num_attention_heads,
             kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
             rope=self.rope_of(layer),
             window=self.window_of(layer),
-            qk_norm=self.qk_norm,
-            gate=self.attention_gate,
-            sinks=self.attention_sinks,
             options=AttentionOptions(scale=self.attention_score_scale),
         )
 
     def mlp_spec_of(self, layer: int) -> PartSpec:
         """Return the specification for a layer's feed-forward network or experts."""
-        return MlpSpec(width=self.intermediate_size, activation=self.activation)
+        return MlpSpec.from_config(self, width=self.intermediate_size)
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         """Return the name and the specification of the module in a layer's first branch: here attention."""

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-import attrs
-
 from drawloom import above, at_least, setting
-from drawloom.components.model.decoder.branch_specs import ExpertSpec, Routing
+from drawloom.components.model.decoder.branch_specs import ExpertSpec
 from drawloom.components.model.decoder.config import DecoderConfig, config_class, size_setting, training_setting
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import PartSpec
@@ -28,6 +26,7 @@ class ExpertsConfig(DecoderConfig):
     """
     Config for a decoder with experts. A family decides which layers have experts, and how they are chosen.
 
+    Keys, class variables and properties called like fields of `ExpertSpec` are the experts' specification.
     `router_aux_loss_coef` and `router_z_loss_coef` are loss coefficients in training; both losses are means over
     layers.
     """
@@ -43,29 +42,18 @@ class ExpertsConfig(DecoderConfig):
     )
 
     @property
-    def routing(self) -> Routing:
-        """The router's choice of experts: by softmax and top k, unless a family overrides this."""
-        return Routing()
-
-    @property
     def expert_width(self) -> int:
         """The inner width of an expert."""
         return self.intermediate_size
 
     @property
-    def shared_expert_width(self) -> int:
-        """The inner width for experts that all tokens visit."""
-        return 0
-
-    @property
     def expert_spec(self) -> ExpertSpec:
         """The specification for the experts of a layer."""
-        return ExpertSpec(
+        return ExpertSpec.from_config(
+            self,
             experts=self.num_experts,
             choices=self.num_experts_per_tok,
             width=self.expert_width,
-            routing=self.routing,
-            shared_expert_width=self.shared_expert_width,
             aux_loss_coef=self.router_aux_loss_coef / self.moe_layers,
             z_loss_coef=self.router_z_loss_coef / self.moe_layers,
         )
@@ -120,6 +108,7 @@ class GroupedExpertsConfig(MoeConfig):
     """Config for routed experts in groups and shared experts in all layers but the first."""
 
     renamed = {"num_experts": "n_routed_experts"}
+    wide_logits = True
 
     n_shared_experts: int = size_setting(
         "num_experts", "number of shared experts per layer, which process all tokens", default=1
@@ -132,17 +121,8 @@ class GroupedExpertsConfig(MoeConfig):
     topk_group: int = training_setting("maximum number of expert groups per token", default=1, check=at_least(1))
 
     @property
-    def routing(self) -> Routing:
-        """Routing within groups, with float32 logits."""
-        return Routing(
-            routed_scaling_factor=self.routed_scaling_factor,
-            n_group=self.n_group,
-            topk_group=self.topk_group,
-            wide_logits=True,
-        )
-
-    @property
     def shared_expert_width(self) -> int:
+        """The inner width for experts that all tokens visit."""
         return self.n_shared_experts * self.moe_intermediate_size
 
     def layer_has_experts(self, number: int) -> bool:
@@ -176,6 +156,9 @@ class GroupedExpertsConfig(MoeConfig):
 class SigmoidExpertsConfig(GroupedExpertsConfig):
     """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
 
+    scoring_func = "sigmoid"
+    balancing_bias = True
+
     norm_topk_prob: bool = training_setting("normalise the scores of a token's experts to a sum of 1", default=True)
     router_aux_loss_coef: float = 0.0  # the router's bias balances
 
@@ -183,8 +166,3 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
     def unread_tensors(self) -> tuple[str, ...]:
         count = self.num_hidden_layers
         return tuple(f"model.layers.{layer}.*" for layer in range(count, count + 16))  # for multi-token prediction
-
-    @property
-    def routing(self) -> Routing:
-        """Routing by sigmoid scores, with a balancing bias."""
-        return attrs.evolve(super().routing, scoring_func="sigmoid", bias=True, norm_topk_prob=self.norm_topk_prob)

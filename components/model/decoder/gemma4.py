@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.branch_specs import ExpertSpec, NormedRouting, PerLayerInputSpec
+from drawloom.components.model.decoder.branch_specs import ExpertSpec, PerLayerInputSpec
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.experts import ExpertChoices, Router, SparseMoeBlock
 from drawloom.components.model.decoder.layer import Attention, Block
@@ -90,8 +90,6 @@ class SharedKeysAttention(TensorParallel):
 class NormedRouter(Router):
     """Router that norms its inputs, multiplies their channels by `scale`, and experts' weights by one number each."""
 
-    routing: NormedRouting
-
     def __init__(self, hidden_size: int, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__(hidden_size, spec, kernels)
         self.scale = nn.Parameter(torch.ones(hidden_size))
@@ -101,7 +99,7 @@ class NormedRouter(Router):
         self, hidden: Tensor, weights: Tensor | None = None, padding: Tensor | None = None
     ) -> ExpertChoices:
         """Choose experts for hidden states (..., hidden_size); see `Router`."""
-        normed = self.kernels.rms_norm(hidden, self.scale * hidden.shape[-1] ** -0.5, self.routing.eps)
+        normed = self.kernels.rms_norm(hidden, self.scale * hidden.shape[-1] ** -0.5, self.spec.rms_norm_eps)
         chosen, best = super().forward(normed, weights, padding)
         return ExpertChoices(chosen, best * self.per_expert_scale.to(best.dtype)[chosen])
 

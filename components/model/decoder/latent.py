@@ -24,7 +24,7 @@ LATENT_EPS = 1e-6
 
 class LatentInputs(NamedTuple):
     """
-    Queries (rows, length, heads, nope_dim) and (rows, length, heads, rope_dim), latents (rows, length, kv_rank), and
+    Queries (rows, length, heads, qk_nope_head_dim) and (rows, length, heads, rope_dim), latents (rows, length, kv_lora_rank), and
     the rotated part of keys (rows, length, 1, rope_dim).
     """
 
@@ -45,19 +45,19 @@ class LatentAttention(TensorParallel):
     def __init__(self, architecture: DecoderConfig, spec: LatentSpec, kernels: Kernels) -> None:
         super().__init__()
         outer, has_bias, heads = architecture.hidden_size, architecture.has_bias, spec.heads
-        unit, kv_unit = spec.nope_dim + spec.rope_dim, spec.nope_dim + spec.v_dim
-        if spec.query_rank is None:
+        unit, kv_unit = spec.qk_nope_head_dim + spec.rope_dim, spec.qk_nope_head_dim + spec.v_head_dim
+        if not spec.q_lora_rank:
             self.q_proj = Linear(outer, heads * unit, kernels, unit=unit)
         else:
-            self.q_a_proj = Linear(outer, spec.query_rank, kernels, has_bias("q_a_proj"), "whole")
-            self.q_a_layernorm = RMSNorm(spec.query_rank, LATENT_EPS, kernels)
-            self.q_b_proj = Linear(spec.query_rank, heads * unit, kernels, unit=unit)
-        latent = spec.kv_rank + spec.rope_dim
+            self.q_a_proj = Linear(outer, spec.q_lora_rank, kernels, has_bias("q_a_proj"), "whole")
+            self.q_a_layernorm = RMSNorm(spec.q_lora_rank, LATENT_EPS, kernels)
+            self.q_b_proj = Linear(spec.q_lora_rank, heads * unit, kernels, unit=unit)
+        latent = spec.kv_lora_rank + spec.rope_dim
         self.kv_a_proj_with_mqa = Linear(outer, latent, kernels, has_bias("kv_a_proj_with_mqa"), "whole")
-        self.kv_a_layernorm = RMSNorm(spec.kv_rank, LATENT_EPS, kernels)
-        self.kv_b_proj = Linear(spec.kv_rank, heads * kv_unit, kernels, unit=kv_unit)
+        self.kv_a_layernorm = RMSNorm(spec.kv_lora_rank, LATENT_EPS, kernels)
+        self.kv_b_proj = Linear(spec.kv_lora_rank, heads * kv_unit, kernels, unit=kv_unit)
         self.o_proj = Linear(
-            heads * spec.v_dim, outer, kernels, has_bias("o_proj"), "rowwise", spec.v_dim, is_residual=True
+            heads * spec.v_head_dim, outer, kernels, has_bias("o_proj"), "rowwise", spec.v_head_dim, is_residual=True
         )
         self.spec = spec
         self.kernels = kernels
@@ -65,16 +65,18 @@ class LatentAttention(TensorParallel):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape, spec = context.documents.shape, self.spec
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden).split([spec.kv_rank, spec.rope_dim], -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden).split([spec.kv_lora_rank, spec.rope_dim], -1)
         latent, own = self.kv_a_layernorm(latent), None
-        if spec.query_rank is None:
+        if not spec.q_lora_rank:
             q = self.q_proj(self.ranks.gather_tokens(hidden, shape))
             latent, k_rope = self._gather_split_tokens([latent, k_rope], shape)
         else:
             own = self.q_a_layernorm(self.q_a_proj(hidden))
             query_latent, latent, k_rope = self._gather_split_tokens([own, latent, k_rope], shape)
             q = self.q_b_proj(query_latent)
-        q_nope, q_rope = q.view(*shape, -1, spec.nope_dim + spec.rope_dim).split([spec.nope_dim, spec.rope_dim], -1)
+        q_nope, q_rope = q.view(*shape, -1, spec.qk_nope_head_dim + spec.rope_dim).split(
+            [spec.qk_nope_head_dim, spec.rope_dim], -1
+        )
         interleaved = spec.rope is not None and spec.rope.interleaved
         q_rope, k_rope = (context.rotate(self.kernels, x, interleaved) for x in (q_rope, k_rope.unsqueeze(-2)))
         mixed = self.attend(LatentInputs(q_nope, q_rope, latent, k_rope), hidden, own, context)
@@ -84,10 +86,10 @@ class LatentAttention(TensorParallel):
         self, inputs: LatentInputs, hidden: Tensor, query_latent: Tensor | None, context: LayerContext
     ) -> Tensor:
         """
-        Return attention's results (rows, length, heads, v_dim).
+        Return attention's results (rows, length, heads, v_head_dim).
 
         `hidden` and `query_latent` (..., width) are of this rank's split tokens; the latter is None without a
-        `query_rank`.
+        `q_lora_rank`.
         """
         q_nope, q_rope, latents, k_rope = inputs
         k_nope, v = self._split_expanded(self.kv_b_proj(latents))
@@ -96,10 +98,10 @@ class LatentAttention(TensorParallel):
         return self.kernels.attention(q, k, v, context.mask, self.spec.options)
 
     def _split_expanded(self, kv: Tensor) -> Sequence[Tensor]:
-        """Return keys (..., heads, nope_dim) and values (..., heads, v_dim) from projected latents."""
+        """Return keys (..., heads, qk_nope_head_dim) and values (..., heads, v_head_dim) from projected latents."""
         spec = self.spec
-        heads = kv.view(*kv.shape[:-1], -1, spec.nope_dim + spec.v_dim)
-        return torch.split(heads, [spec.nope_dim, spec.v_dim], -1)
+        heads = kv.view(*kv.shape[:-1], -1, spec.qk_nope_head_dim + spec.v_head_dim)
+        return torch.split(heads, [spec.qk_nope_head_dim, spec.v_head_dim], -1)
 
     def _gather_split_tokens(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
         """Gather several tensors' split tokens (tokens, width) in one collective; return (rows, length, width)."""
@@ -115,7 +117,7 @@ class Indexer(nn.Module):
     def __init__(self, architecture: DecoderConfig, spec: SparseLatentSpec, kernels: Kernels) -> None:
         super().__init__()
         outer, heads = architecture.hidden_size, spec.index_heads
-        self.wq_b = Linear(spec.query_rank, heads * spec.index_dim, kernels, style="whole")
+        self.wq_b = Linear(spec.q_lora_rank, heads * spec.index_dim, kernels, style="whole")
         self.wk = Linear(outer, spec.index_dim, kernels, style="whole")
         self.k_norm = nn.LayerNorm(spec.index_dim, LATENT_EPS)
         self.weights_proj = Linear(outer, heads, kernels, style="whole")
@@ -136,18 +138,18 @@ class ChoiceAttention(LatentAttention):
 
     def attend_to_choice(self, inputs: LatentInputs, choice: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """
-        Return results (rows, length, heads, v_dim), and weights like `Kernels.sparse_attention`.
+        Return results (rows, length, heads, v_head_dim), and weights like `Kernels.sparse_attention`.
 
         `choice` is int32 (rows, length, chosen).
         """
         spec, (q_nope, q_rope, latents, k_rope) = self.spec, inputs
         # The identity's projection is the weight, also if the layer has another form of it, or an adapter.
-        identity = torch.eye(spec.kv_rank, dtype=latents.dtype, device=latents.device)
+        identity = torch.eye(spec.kv_lora_rank, dtype=latents.dtype, device=latents.device)
         to_keys, to_values = self._split_expanded(self.kv_b_proj(identity))
         latents, k_rope, _ = self.kernels.extend_keys(latents.unsqueeze(-2), k_rope, context.mask)
         q = torch.cat([torch.einsum("rlhn,chn->rlhc", q_nope, to_keys), q_rope], -1)
         joined = torch.cat([latents, k_rope], -1).squeeze(-2)
-        mixed, weights = self.kernels.sparse_attention(q, joined, choice, spec.kv_rank, spec.options.scale or 1.0)
+        mixed, weights = self.kernels.sparse_attention(q, joined, choice, spec.kv_lora_rank, spec.options.scale or 1.0)
         return torch.einsum("rlhc,chv->rlhv", mixed, to_values), weights
 
 

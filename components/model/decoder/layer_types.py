@@ -3,7 +3,7 @@ Configs with types of layers: attention in a window or to all tokens, with rotar
 recurrent parts instead of attention.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
     WINDOW,
     DecoderConfig,
+    Join,
     config_class,
     rotary_factor_setting,
     size_setting,
@@ -22,8 +23,7 @@ from drawloom.components.model.decoder.config import (
 )
 from drawloom.components.model.decoder.rope import Rope
 from drawloom.components.model.decoder.specs import PartSpec
-from drawloom.components.weights.mapper import concatenate, sequential, unsqueeze
-from drawloom.ports import ConfigJson, Mapper
+from drawloom.ports import ConfigJson
 
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Keys in `rope_parameters` for positions in images, which do not matter to text."""
@@ -140,12 +140,8 @@ NO_POSITIONS = "rope_theta", "rope_scaling"
 """`unused_keys` for families without rotary positions."""
 
 
-def join_convolutions(name: str, sizes: Sequence[int] | None = None) -> Iterator[Mapper]:
-    """Yield the mapper for a decay rate's net, whose convolutions are joined to one (channels, 1, taps)."""
-    net, is_net, _ = name.partition(".A_log")
-    if is_net:
-        convolution, parts = f"{net}.conv1d.weight", [f"{net}.conv_{part}" for part in "qkv"]
-        yield sequential(concatenate(parts, convolution, sizes=sizes), unsqueeze(convolution, 1))
+JOINED_CONVOLUTION = Join("conv1d.weight", "conv_{}", "qkv")
+"""A gated delta net's convolutions in one."""
 
 
 @config_class
@@ -204,20 +200,10 @@ class HybridConfig(DeltaConfig):
     qk_norm = "head"
     zero_centered = True
     attention_gate = True
+    joins = JOINED_CONVOLUTION, Join("in_proj_qkv.weight", "in_proj_{}.weight", "qkv")
 
     rope_theta: float = 1e7
     partial_rotary_factor: float = rotary_factor_setting(0.25)
-
-    def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """Yield the mappers that join a delta net's projections, and its convolutions to one (channels, 1, taps)."""
-        yield from join_convolutions(name, self.delta.channels)
-        if name.endswith(".A_log"):  # a net has one, among all names for which this is called
-            yield from self.join_projections(name.removesuffix(".A_log"))
-
-    def join_projections(self, net: str) -> Iterator[Mapper]:
-        """Yield the mapper that joins the q, k and v projections in the gated delta net `net`."""
-        parts = [f"{net}.in_proj_{part}.weight" for part in "qkv"]
-        yield concatenate(parts, f"{net}.in_proj_qkv.weight", sizes=self.delta.channels)
 
 
 HYBRID_DEFAULTS = {"rope_theta": 1e4, "head_dim": 256}

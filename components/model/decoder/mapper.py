@@ -1,30 +1,40 @@
 """Mapper from a decoder's parameters to tensors in published files."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 
 import attrs
+from torch import Tensor
 
 from drawloom.components.model.decoder.branch_specs import ExpertSpec
-from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.weights.mapper import chunk, identity, parallel, sequential, unsqueeze, unstack
+from drawloom.components.model.decoder.config import DecoderConfig, Join
+from drawloom.components.weights.mapper import (
+    chunk,
+    concatenate_blocks,
+    identity,
+    parallel,
+    sequential,
+    unsqueeze,
+    unstack,
+)
 from drawloom.ports import Mapper
 
 
-def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig, prefix: str | None = None) -> Mapper:
+def create_decoder_mapper(
+    parameters: Mapping[str, Tensor], architecture: DecoderConfig, prefix: str | None = None
+) -> Mapper:
     """Return the mapper from these parameters to files or, with the decoder's prefix, to transformers' modules."""
-    join = architecture.join_modules if prefix else architecture.join_tensors
-    stacks_experts, patterns = prefix or architecture.stacks_experts, {**architecture.renamed_tensors}
+    joins, patterns = architecture.joins, {**architecture.renamed_tensors}
     if prefix:
+        joins = architecture.joins_of_modules or joins
         patterns |= {**architecture.renamed_modules, r"^model\.": prefix}
-    parameters = list(names)
-    joined = parallel(*(mapper for name in parameters for mapper in join(name)))
+    joined = parallel(*(mapper for join in joins for mapper in _join_parts(parameters, join, architecture)))
     read = set(joined.inputs)
-    layers = range(architecture.num_hidden_layers)
+    layers = range(0 if prefix or architecture.stacks_experts else architecture.num_hidden_layers)
     specs = (branch.spec for layer in layers for branch in architecture.branches_of(layer))
     count = next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
     others = (
-        identity(name) if stacks_experts and ".experts." in name else _create_parameter_mapper(name, count)
+        architecture.map_experts(name) or _map_parameter(name, architecture, count)
         for name in parameters
         if name not in read
     )
@@ -38,16 +48,27 @@ def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig, pre
     return Mapper(tuple(attrs.evolve(group, outputs=tuple(map(rename, group.outputs))) for group in groups))
 
 
-def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
-    """Return the mapper from one parameter to its tensors in files, where experts are separate."""
+def _join_parts(parameters: Mapping[str, Tensor], join: Join, architecture: DecoderConfig) -> Iterator[Mapper]:
+    """Yield the mapper of a join for every module with its parts."""
+    parts = [join.pattern.format(name) for name in join.names]
+    dims = architecture.inserted_dims.get(parts[0], ())
+    for module in [name.removesuffix(f".{parts[0]}") for name in parameters if name.endswith(f".{parts[0]}")]:
+        names, target = [f"{module}.{part}" for part in parts], f"{module}.{join.target}"
+        sizes = [len(parameters[name]) // join.blocks for name in names]
+        yield sequential(
+            concatenate_blocks(names, target, join.blocks, sizes), *(unsqueeze(target, dim) for dim in dims)
+        )
+
+
+def _map_parameter(name: str, architecture: DecoderConfig, num_experts: int) -> Mapper:
+    """Return the mapper from one parameter to its tensors in files, which have `num_experts` separate experts."""
     layer, _, projection = name.rpartition(".")
     experts = [f"{layer}.{expert}" for expert in range(num_experts)]
-    # Experts are stacked in one parameter here, and are separate tensors in published files.
-    if name.endswith(".experts.gate_up_proj"):
+    # Experts are stacked in one parameter here.
+    if experts and name.endswith(".experts.gate_up_proj"):
         parts = [(expert, [f"{expert}.{part}_proj.weight" for part in ("gate", "up")]) for expert in experts]
         return sequential(unstack(name, experts), parallel(*(chunk(expert, names) for expert, names in parts)))
-    if name.endswith((".experts.up_proj", ".experts.down_proj")):
+    if experts and name.endswith((".experts.up_proj", ".experts.down_proj")):
         return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
-    if projection in ("conv_q", "conv_k", "conv_v"):  # (channels, taps), and a convolution's (channels, 1, taps)
-        return unsqueeze(name, 1)
-    return identity(name)
+    dims = architecture.inserted_dims.get(projection, ())
+    return sequential(*(unsqueeze(name, dim) for dim in dims)) if dims else identity(name)

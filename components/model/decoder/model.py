@@ -198,8 +198,8 @@ class CausalLM(nn.Module):
         from drawloom.components.model.decoder.mapper import create_decoder_mapper
 
         # Experts are many, and no linear layers.
-        names = [name for name, _ in self.named_parameters() if ".experts." not in name]
-        for group in create_decoder_mapper(names, self.model.architecture, "model.").groups:
+        parameters = {name: part for name, part in self.named_parameters() if ".experts." not in name}
+        for group in create_decoder_mapper(parameters, self.model.architecture, "model.").groups:
             for name in group.inputs if group.outputs != group.inputs else ():
                 layer = self.get_submodule(name.rpartition(".")[0])
                 if isinstance(layer, Linear):

@@ -10,7 +10,6 @@ from drawloom.components.model.declarations import (
     config_class,
     training_setting,
 )
-from drawloom.components.model.decoder.branch_specs import Routing
 from drawloom.components.model.decoder.expert_config import (
     MoeConfig,
     find_dense_width_faults,
@@ -30,11 +29,6 @@ class Qwen3MoeConfig(MoeConfig):
     )
     decoder_sparse_step: int = setting("the last of every so many layers has experts", default=1, check=at_least(1))
     mlp_only_layers: list[int] = setting("indices of layers without experts; default: none", factory=list)
-
-    @property
-    def routing(self) -> Routing:
-        """Routing by softmax scores."""
-        return Routing(norm_topk_prob=self.norm_topk_prob)
 
     def layer_has_experts(self, number: int) -> bool:
         return layer_has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
