@@ -8,7 +8,6 @@ from drawloom import at_least, component
 from drawloom.components.model.declarations import (
     DecoderBuilder,
     Family,
-    InvalidSetting,
     SparseLatentSpec,
     config_class,
     size_setting,
@@ -24,6 +23,7 @@ class DeepseekV32Config(Glm4MoeLiteConfig):
     """Config of DeepSeek-V3.2: latent attention to tokens chosen by an indexer."""
 
     unused_keys = ("rope_interleave",)
+    maxima = (*Glm4MoeLiteConfig.maxima, ("head_dim", "index_head_dim"))
 
     q_lora_rank: int = size_setting("hidden_size", "width of the latent of queries", default=1536)
     index_topk: int = size_setting(
@@ -53,13 +53,6 @@ class DeepseekV32Config(Glm4MoeLiteConfig):
         yield from super().find_split_faults(sizes, dimension, ranks)
         if dimension == "context":
             yield "the indexer chooses among all tokens of a row"
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        yield from super().find_faults(given)
-        if given["index_head_dim"] < given["head_dim"]:
-            why = f"index_head_dim = {given['index_head_dim']} is less than the {given['head_dim']} rotated channels"
-            yield InvalidSetting("index_head_dim", why, f"write {given['head_dim']}, or more")
 
 
 @component(impact="incompatible")

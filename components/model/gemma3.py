@@ -3,20 +3,19 @@
 from drawloom import above, component, setting
 from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
+    FULL,
+    SLIDING,
     DecoderBuilder,
     Family,
     GeGlu,
     Norms,
     RopeByTypeConfig,
     SlidingTypes,
-    alternate_layer_types,
     config_class,
-    fill_layer_list,
     layer_types_setting,
     size_setting,
     training_setting,
 )
-from drawloom.ports import ConfigJson
 
 
 @config_class
@@ -48,6 +47,7 @@ class Gemma3Config(GemmaConfig):
     """Config of Gemma 3: zero-centered norms, and five layers with a window to one without."""
 
     zero_centered = True
+    periods = {"layer_types": ("sliding_window_pattern", SLIDING, FULL)}
 
     layer_types: SlidingTypes = layer_types_setting(6)
     query_pre_attn_scalar: int = size_setting(
@@ -58,14 +58,8 @@ class Gemma3Config(GemmaConfig):
     )
 
     @property
-    def attention_score_scale(self) -> float:
+    def attention_score_scale(self) -> float:  # type: ignore[override]
         return float(self.query_pre_attn_scalar**-0.5)
-
-    @classmethod
-    def read_keys(cls, config: ConfigJson) -> ConfigJson:
-        """Derive missing layer types from `sliding_window_pattern`, beside the inherited conversion."""
-        interval = config.get("sliding_window_pattern")
-        return fill_layer_list(super().read_keys(config), "layer_types", interval, alternate_layer_types)
 
 
 GELU = "gelu_pytorch_tanh"

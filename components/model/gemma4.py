@@ -19,7 +19,7 @@ from drawloom.components.model.declarations import (
     PerLayerInputSpec,
     Rope,
     SlidingTypes,
-    alternate_layer_types,
+    alternate_by_layer,
     config_class,
     find_head_count_faults,
     rotary_factor_setting,
@@ -61,6 +61,7 @@ class Gemma4Config(GemmaConfig, MoeConfig):
     renamed = {"num_experts_per_tok": "top_k_experts"}
     zero_is_null = EXPERTS
     stacks_experts = True
+    attention_score_scale = 1.0
     router_name = "router"
     shared_name = "mlp"
     renamed_tensors = {
@@ -74,7 +75,7 @@ class Gemma4Config(GemmaConfig, MoeConfig):
     layer_types: SlidingTypes = training_setting(
         "full_attention or sliding_attention for every layer, full for the last; default: every sixth, and the last",
         default=attrs.Factory(
-            lambda self: [*alternate_layer_types(self.num_hidden_layers, 6)[:-1], FULL], takes_self=True
+            lambda self: [*alternate_by_layer(self.num_hidden_layers, 6)[:-1], FULL], takes_self=True
         ),
     )
     sliding_window: int = 512
@@ -104,11 +105,7 @@ class Gemma4Config(GemmaConfig, MoeConfig):
     )
 
     @property
-    def attention_score_scale(self) -> float:
-        return 1.0
-
-    @property
-    def unread_tensors(self) -> tuple[str, ...]:
+    def unread_tensors(self) -> tuple[str, ...]:  # type: ignore[override]
         users = [layer for layer in range(self.num_hidden_layers) if self.key_layer_of(layer) != layer]
         parts = "k_proj", "v_proj", "k_norm"
         return tuple(f"model.layers.{layer}.self_attn.{part}.*" for layer in users for part in parts)
@@ -175,7 +172,7 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         if given["num_experts"] and (missing := [key for key in EXPERTS if not given[key]]):
             yield InvalidSetting(missing[0], f"{missing[0]} is missing, and there are experts", "write it")
         layers, types = given["num_hidden_layers"], given.get("layer_types")
-        kinds = [*(types or alternate_layer_types(layers, 6))[: layers - 1], FULL]
+        kinds = [*(types or alternate_by_layer(layers, 6))[: layers - 1], FULL]
         if without := {*kinds} - {*kinds[: max(0, layers - given["num_kv_shared_layers"])]}:
             why = f"no layer before the last {given['num_kv_shared_layers']} has keys for {min(without)}"
             yield InvalidSetting("num_kv_shared_layers", why, "write fewer")

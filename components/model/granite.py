@@ -28,7 +28,7 @@ class GraniteConfig(LlamaConfig):
     logits_scaling: float = training_setting("divisor of logits", default=1.0, check=above(0))
 
     @property
-    def attention_score_scale(self) -> float:
+    def attention_score_scale(self) -> float:  # type: ignore[override]
         return self.attention_multiplier
 
     @property

@@ -69,7 +69,7 @@ class OlmoHybridConfig(DeltaConfig):
             config = sizes | {key: value for key, value in config.items() if value is not None}
             config.setdefault("linear_key_head_dim", int(0.75 * width / config["linear_num_key_heads"]))
             config.setdefault("linear_value_head_dim", 2 * config["linear_key_head_dim"])
-        return super().read_keys(config | WITHOUT_THETA)
+        return config | WITHOUT_THETA
 
 
 @component(impact="incompatible")

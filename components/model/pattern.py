@@ -95,9 +95,7 @@ class PatternConfig(DeltaConfig):
                 return StateSpaceSpec(**sizes, conv_bias=True)
             case "conv":
                 return ShortConvSpec(taps=self.conv_L_cache)
-        attention: Any = self.mixer_spec_of(layer)
-        spec: PartSpec = attention if self.use_qk_norm else attrs.evolve(attention, qk_norm="none")
-        return spec
+        return self.mixer_spec_of(layer)
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         return MODULES[self.part_of(layer)], self.part_spec_of(layer)

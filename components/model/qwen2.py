@@ -15,12 +15,12 @@ from drawloom.components.model.declarations import (
 class Qwen2Config(DecoderConfig):
     """Config of Qwen2: biases of queries, keys and values, and optional windows from layer `max_window_layers` on."""
 
+    attention_bias = True
+    output_bias = False
+
     use_sliding_window: bool = training_setting("use a sliding window in the last layers", default=False)
     sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
     max_window_layers: int = training_setting("index of the first layer with a window", default=28, check=at_least(0))
-
-    def has_bias(self, projection: str) -> bool:
-        return projection in ("q_proj", "k_proj", "v_proj")
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None

@@ -31,11 +31,11 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
-        """Fill in intermediate_size, which files lack because no layer is dense, and derive missing layer types."""
+        """Fill in intermediate_size, which files lack because no layer is dense."""
         choices, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
         if "intermediate_size" not in config and choices and width:
             config = {**config, "intermediate_size": choices * width}
-        return super().read_keys(config)
+        return config
 
 
 @component(impact="incompatible")

@@ -28,8 +28,8 @@ class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
-        """Fill in transformers' intermediate_size, as layers may be dense, and derive missing layer types."""
-        return super().read_keys({"intermediate_size": 5632, **config})
+        """Fill in transformers' intermediate_size, as layers may be dense."""
+        return {"intermediate_size": 5632, **config}
 
 
 @component(impact="incompatible")

@@ -89,6 +89,12 @@ class DecoderConfig:
     qk_norm: ClassVar[Literal["none", "head", "projection"]] = "none"
     """RMSNorm of queries and keys: by head, or over the whole projection."""
 
+    use_qk_norm = True
+    """Whether queries and keys have the norms."""
+
+    attention_score_scale: ClassVar[float | None] = None
+    """The factor by which attention scores are multiplied; None: head_dim ** -0.5."""
+
     zero_centered: ClassVar[bool] = False
     """Whether norms multiply by 1 + weight."""
 
@@ -100,6 +106,15 @@ class DecoderConfig:
 
     multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of keys; a value of the first is divisible by that of the second."""
+
+    maxima: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of keys; a value of the first is at most that of the second."""
+
+    periods: ClassVar[Mapping[str, tuple[str, Any, Any]]] = {}
+    """
+    Lists by layer that files may leave out: the key of their period in files, the item of most layers, and that of the
+    last layer in a period.
+    """
 
     can_tie: ClassVar[bool] = True
     """Whether transformers can tie the head to the embedding."""
@@ -116,11 +131,17 @@ class DecoderConfig:
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys in files, by ours."""
 
+    image_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys in `rope_parameters` for positions in images, which do not matter to text."""
+
     zero_is_null: ClassVar[tuple[str, ...]] = ()
     """Keys that are null in files where they are 0 in recipes, which have no null."""
 
     stacks_experts: ClassVar[bool] = False
     """Whether files have a layer's experts in one tensor, as the model has."""
+
+    unread_tensors: ClassVar[tuple[str, ...]] = ()
+    """Patterns (fnmatch) for tensors in files without a parameter in the model."""
 
     joins: ClassVar[tuple[Join, ...]] = ()
     """Tensors that files join."""
@@ -155,6 +176,9 @@ class DecoderConfig:
 
     attention_bias = False
     """Whether the linear layers of attention have biases."""
+
+    output_bias = True
+    """Whether `attention_bias` is true for attention's output, too."""
 
     mlp_bias = False
     """Whether the linear layers of feed-forward networks have biases."""
@@ -199,16 +223,6 @@ class DecoderConfig:
         """The number of rotated channels in a head."""
         return int(self.head_dim * self.partial_rotary_factor)
 
-    @property
-    def attention_score_scale(self) -> float | None:
-        """The factor by which attention scores are multiplied; None: head_dim ** -0.5."""
-        return None
-
-    @property
-    def unread_tensors(self) -> tuple[str, ...]:
-        """Patterns (fnmatch) for tensors in files without a parameter in the model."""
-        return ()
-
     def map_experts(self, name: str) -> Mapper | None:
         """Return the mapper for an experts' parameter that files have in a form of the family's own, or None."""
         return None
@@ -231,7 +245,7 @@ class DecoderConfig:
     def has_bias(self, projection: str) -> bool:
         """Return whether a linear layer, called as in transformers (`q_proj`), has a bias."""
         is_mlp = projection in ("gate_proj", "up_proj", "down_proj")
-        return self.mlp_bias if is_mlp else self.attention_bias
+        return self.mlp_bias if is_mlp else self.attention_bias and (self.output_bias or projection != "o_proj")
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a token attends to in a layer, itself included; None: all before it."""
@@ -256,6 +270,7 @@ class DecoderConfig:
             kv_heads=self.num_key_value_heads,
             rope=self.rope_of(layer),
             window=self.window_of(layer),
+            qk_norm=self.qk_norm if self.use_qk_norm else "none",
             options=AttentionOptions(scale=self.attention_score_scale),
         )
 
@@ -322,6 +337,10 @@ class DecoderConfig:
             if given[key] % (unit := given[other]):
                 why = f"{key} = {given[key]} is not divisible by {other} = {unit}"
                 yield InvalidSetting(key, why, f"write {unit}, or a multiple of it")
+        for key, other in cls.maxima:
+            if given[key] > (most := given[other]):
+                why = f"{key} = {given[key]} is more than {other} = {most}"
+                yield InvalidSetting(key, why, f"write {most}, or less")
         if given.get("tie_word_embeddings") and not cls.can_tie:
             why = "models of this family have a head of their own, and transformers can't read a tied one"
             yield InvalidSetting("tie_word_embeddings", why, "write false")

@@ -31,6 +31,8 @@ class ExpertsConfig(DecoderConfig):
     layers.
     """
 
+    maxima = (("num_experts_per_tok", "num_experts"),)
+
     intermediate_size: int = size_setting("intermediate_size", "inner width of an expert")
     num_experts: int = size_setting("num_experts", "number of routed experts per layer")
     num_experts_per_tok: int = size_setting("num_experts", "number of routed experts per token")
@@ -63,14 +65,11 @@ class ExpertsConfig(DecoderConfig):
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        """Yield the fault if a token chooses more experts than there are, or there are more than files can contain."""
+        """Yield the fault if there are more experts than files can contain."""
         yield from super().find_faults(given)
         if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
             why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
             yield InvalidSetting("num_experts", why, "write fewer")
-        elif (choices := given["num_experts_per_tok"]) > (experts := given["num_experts"]):
-            why = f"num_experts_per_tok = {choices} is more than num_experts = {experts}"
-            yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
 
     def layer_has_experts(self, number: int) -> bool:
         """Return True: all layers have experts, unless a subclass overrides this."""
@@ -109,6 +108,7 @@ class GroupedExpertsConfig(MoeConfig):
 
     renamed = {"num_experts": "n_routed_experts"}
     wide_logits = True
+    maxima = (*MoeConfig.maxima, ("topk_group", "n_group"))
 
     n_shared_experts: int = size_setting(
         "num_experts", "number of shared experts per layer, which process all tokens", default=1
@@ -143,9 +143,6 @@ class GroupedExpertsConfig(MoeConfig):
             fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
             why = f"n_group = {groups} does not divide num_experts = {experts} into groups of 2 or more"
             yield InvalidSetting("n_group", why, f"write one of {', '.join(map(str, fitting))}")
-        elif used > groups:
-            why = f"topk_group = {used} is more than n_group = {groups}"
-            yield InvalidSetting("topk_group", why, f"write {groups}")
         elif choices > used * (experts // groups) and choices <= experts:
             allowed = f"topk_group = {used} allows {used * experts // groups} experts"
             why = f"{allowed}, fewer than num_experts_per_tok = {choices}"
@@ -163,6 +160,6 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
     router_aux_loss_coef: float = 0.0  # the router's bias balances
 
     @property
-    def unread_tensors(self) -> tuple[str, ...]:
+    def unread_tensors(self) -> tuple[str, ...]:  # type: ignore[override]
         count = self.num_hidden_layers
         return tuple(f"model.layers.{layer}.*" for layer in range(count, count + 16))  # for multi-token prediction

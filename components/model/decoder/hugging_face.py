@@ -1,7 +1,7 @@
 """Decoders in Hugging Face's form: reading and writing `config.json`."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,9 +16,9 @@ from drawloom.components.model.decoder.config import (
     derive_head_sizes,
     find_size_faults,
 )
-from drawloom.components.model.decoder.layer_types import FULL, OF_IMAGES, SLIDING
+from drawloom.components.model.decoder.layer_types import FULL, SLIDING, alternate_by_layer
 from drawloom.components.model.decoder.rope import InvalidSetting, RopeScaling
-from drawloom.components.model.decoder.rope_scaling import USED, longrope_attention_factor
+from drawloom.components.model.decoder.rope_scaling import USED, find_rope_faults, longrope_attention_factor
 from drawloom.components.storage.durable_files import open_untrusted_file
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.graph.types.structure import CONVERTER
@@ -52,31 +52,26 @@ BESIDES = (*HOISTED, "rope_type", "type")
 """Keys in `rope_parameters` beside the scaling's."""
 
 
-def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
+def _parse_scaling(rope: Settings, config: Settings, ignored: Collection[str]) -> RopeScaling | None:
     """Return a config's rotary scaling, None without one. Raises ValueError if it can't be built."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
+    given = {key: value for key, value in rope.items() if key not in (*BESIDES, *ignored) and value is not None}
     if kind not in HUGGING_FACE:
         kinds = ", ".join(HUGGING_FACE)
         raise ValueError(f"scales rotary positions by rope_type = {kind!r}, where only {kinds} can be built")
-    used = USED.get(kind, ())
     if kind == "longrope" and "factor" in given:  # only for the factor of attention
         factor, original = given.pop("factor"), given.get("original_max_position_embeddings")
         if type(factor) in (int, float) and type(original) is int:
             given.setdefault("attention_factor", longrope_attention_factor(factor, original))
-    if strange := [key for key in given if key not in used]:
-        raise ValueError(f"has {strange[0]}, which is not supported with rotary positions of type {kind!r}")
-    if kind == "default":
-        return None
-    if (length := "original_max_position_embeddings") in used:
+    if (length := "original_max_position_embeddings") in USED[kind]:
         # What stands at the top of a config is used before what is within, as by transformers.
         given[length] = config.get(length) or given.get(length, config.get("max_position_embeddings"))
-    if "factor" in used and "factor" not in given:
-        raise ValueError(f"lacks the factor by which rotary positions are scaled ({kind!r})")
     scaling, problems = CONVERTER.structure({"rope_type": kind, **given}, RopeScaling)
     for problem in problems:
         raise ValueError(f"has an invalid {problem.path[0]} for rotary positions: {problem.text}")
-    return scaling  # type: ignore[no-any-return]
+    for fault in find_rope_faults(scaling, None):
+        raise ValueError(f"can't be built: {fault.why}")
+    return None if kind == "default" else scaling
 
 
 MAX_CONFIG = 2**20
@@ -146,7 +141,7 @@ def _replace_changed_keys(family: Family, config: Settings, before: Settings, wr
     if changed.keys() & set(ROPE_KEYS) or before.keys() - written.keys():
         rope = dict(written.get("rope_parameters") or {"rope_type": "default", "rope_theta": written["rope_theta"]})
         if isinstance(old_rope := config.get("rope_parameters"), Mapping):
-            rope |= {key: old_rope[key] for key in OF_IMAGES if key in old_rope}
+            rope |= {key: old_rope[key] for key in family.config.image_keys if key in old_rope}
         changed |= {key: written[key] for key in ROPE_KEYS if key in written} | {"rope_parameters": rope}
         config = {key: value for key, value in config.items() if key not in ROPE_KEYS}
     names = _list_names_in_files(family)
@@ -203,10 +198,14 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     config = {names.get(key, key): x for key, x in config.items() if x is not None or key not in READ_TYPES}
     config |= {key: 0 for key in family.config.zero_is_null if config.get(key, 0) is None}
     config = family.config.read_keys(config)
+    for key, (period_key, other, last) in family.config.periods.items():
+        layers, period = config.get("num_hidden_layers"), config.get(period_key, 0)
+        if config.get(key) is None and layers and period > 0:
+            config[key] = alternate_by_layer(layers, period, other, last)
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     config |= {key: rope[key] for key in HOISTED if key in rope}
-    scaling = _parse_scaling(rope, config)
+    scaling = _parse_scaling(rope, config, family.config.image_keys)
     if scaling and "rope_scaling" not in family.keys:
         raise ValueError(f"says rope_scaling = {json.dumps(rope)}, where only null can be built")
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:

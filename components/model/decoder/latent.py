@@ -24,8 +24,8 @@ LATENT_EPS = 1e-6
 
 class LatentInputs(NamedTuple):
     """
-    Queries (rows, length, heads, qk_nope_head_dim) and (rows, length, heads, rope_dim), latents (rows, length, kv_lora_rank), and
-    the rotated part of keys (rows, length, 1, rope_dim).
+    Queries (rows, length, heads, qk_nope_head_dim) and (rows, length, heads, rope_dim), latents (rows, length,
+    kv_lora_rank), and the rotated part of keys (rows, length, 1, rope_dim).
     """
 
     q_nope: Tensor
@@ -74,9 +74,8 @@ class LatentAttention(TensorParallel):
             own = self.q_a_layernorm(self.q_a_proj(hidden))
             query_latent, latent, k_rope = self._gather_split_tokens([own, latent, k_rope], shape)
             q = self.q_b_proj(query_latent)
-        q_nope, q_rope = q.view(*shape, -1, spec.qk_nope_head_dim + spec.rope_dim).split(
-            [spec.qk_nope_head_dim, spec.rope_dim], -1
-        )
+        widths = [spec.qk_nope_head_dim, spec.rope_dim]
+        q_nope, q_rope = q.view(*shape, -1, sum(widths)).split(widths, -1)
         interleaved = spec.rope is not None and spec.rope.interleaved
         q_rope, k_rope = (context.rotate(self.kernels, x, interleaved) for x in (q_rope, k_rope.unsqueeze(-2)))
         mixed = self.attend(LatentInputs(q_nope, q_rope, latent, k_rope), hidden, own, context)

@@ -3,8 +3,7 @@ Configs with types of layers: attention in a window or to all tokens, with rotar
 recurrent parts instead of attention.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -25,29 +24,30 @@ from drawloom.components.model.decoder.rope import Rope
 from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.ports import ConfigJson
 
-OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Keys in `rope_parameters` for positions in images, which do not matter to text."""
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 SlidingTypes = list[Literal["full_attention", "sliding_attention"]]
 """Layer types with full attention and with a window."""
 
 
-def alternate_layer_types(layers: int, interval: int, other: str = SLIDING) -> list[str]:
-    """Return a type for every layer: full attention for the last of every `interval` layers, `other` for the rest."""
-    return [other if (layer + 1) % interval else FULL for layer in range(layers)]
+def alternate_by_layer(layers: int, period: int, other: Any = SLIDING, last: Any = FULL) -> list[Any]:
+    """Return an item for every layer: `last` for the last of every `period` layers, `other` for the rest."""
+    return [other if (layer + 1) % period else last for layer in range(layers)]
 
 
-def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
-    """Declare `layer_types`: by default the last of every `interval` layers has full attention."""
-    ordinals = {2: "second", 3: "third", 4: "fourth", 6: "sixth"}
-    return training_setting(
-        f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
-        default=attrs.Factory(
-            lambda self: alternate_layer_types(self.num_hidden_layers, interval, other), takes_self=True
-        ),
+def periodic_setting(doc: str, period: int, other: Any = SLIDING, last: Any = FULL) -> Any:
+    """Declare a list by layer; for its default see `alternate_by_layer`."""
+    default = attrs.Factory(
+        lambda self: alternate_by_layer(self.num_hidden_layers, period, other, last), takes_self=True
     )
+    return training_setting(doc, default=default)
+
+
+def layer_types_setting(period: int, other: str = SLIDING) -> Any:
+    """Declare `layer_types`: by default the last of every `period` layers has full attention."""
+    ordinals = {2: "second", 3: "third", 4: "fourth", 6: "sixth"}
+    doc = f"{FULL} or {other} for every layer; default: every {ordinals[period]} is {FULL}"
+    return periodic_setting(doc, period, other)
 
 
 @config_class
@@ -77,16 +77,6 @@ class LayerTypesConfig(DecoderConfig):
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
-
-
-def fill_layer_list(
-    config: ConfigJson, key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
-) -> ConfigJson:
-    """Return a `config.json` with `create(layers, interval)` for a missing list by layer, if both are given."""
-    layers = config.get("num_hidden_layers")
-    if config.get(key) is None and layers and interval and interval > 0:
-        return {**config, key: create(layers, interval)}
-    return config
 
 
 @config_class
@@ -157,6 +147,8 @@ class DeltaConfig(LinearLayersConfig):
     """Config for a decoder whose linear_attention layers have a gated delta net."""
 
     multiples = (("linear_num_value_heads", "linear_num_key_heads"),)
+    image_keys = ("mrope_section", "mrope_interleaved")
+    periods = {"layer_types": ("full_attention_interval", LINEAR, FULL)}
 
     attention_bias: bool = setting(ATTENTION_BIAS, default=False)
     linear_key_head_dim: int = size_setting("head_dim", "width of a key head in gated delta nets", default=128)
@@ -181,16 +173,6 @@ class DeltaConfig(LinearLayersConfig):
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         return super().mixer_of(layer) if self.layer_types[layer] == FULL else ("linear_attn", self.delta)
-
-    @classmethod
-    def read_keys(cls, config: ConfigJson) -> ConfigJson:
-        """Drop keys for positions in images, which text lacks, and derive missing layer types."""
-        rope = config.get("rope_parameters")
-        if rope:
-            kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
-            config = {**config, "rope_parameters": kept}
-        interval = config.get("full_attention_interval", 4)
-        return fill_layer_list(config, "layer_types", interval, partial(alternate_layer_types, other=LINEAR))
 
 
 @config_class

@@ -168,7 +168,7 @@ COMMON = ("model.num_hidden_layers=4", "model.hidden_size=64", "model.num_attent
     [
         (("model.q_lora_rank=0",), "q_lora_rank"),
         (("mesh.context=2",), "the indexer chooses among all tokens of a row"),
-        (("model.index_head_dim=2",), "index_head_dim = 2 is less than the"),
+        (("model.index_head_dim=2",), "head_dim = 32 is more than index_head_dim = 2"),
         (("mesh.pipeline=2", SHARED), "layers share indexers"),
         (('model.indexer_types=["shared","full","full","full"]',), "the first layer shares no earlier indexer"),
         (('model.indexer_types=["full"]',), "indexer_types has 1 types"),

@@ -248,7 +248,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "scaled in no way": ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_type = ['yarn']"),
     "no object": ({"rope_scaling": [4.0]}, "has an invalid rope_scaling: expected a table, got the array [4.0]"),
-    "no factor": ({"rope_scaling": {"type": "linear"}}, "lacks the factor by which rotary positions are scaled"),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "lacks factor, which linear needs"),
     "a factor below 1": (
         {"rope_scaling": {"type": "linear", "factor": 0.5}},
         "has an invalid factor for rotary positions",
@@ -259,11 +259,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a key of others": (
         {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 2.0}},
-        "has beta_fast, which is not supported with rotary positions of type 'linear'",
+        "rope_scaling.beta_fast belongs to yarn, and this is linear",
     ),
     "a key that changes all": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}},
-        "has mrope_section, which is not supported with rotary positions of type 'default'",
+        "has an invalid mrope_section for rotary positions",
     ),
     "a part of each head": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
