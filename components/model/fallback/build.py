@@ -2,13 +2,13 @@
 
 import copy
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from drawloom import UserError
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
@@ -67,7 +67,12 @@ def build_meta_model(config: Any) -> Any:
     """Build transformers' causal LM with parameters on the meta device, and buffers on the CPU."""
     from transformers.initialization import no_init_weights  # takes seconds
 
-    with torch.device("cpu"), no_init_weights(), _register_parameters_on_meta():
+    def move_to_meta(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        # A parameter on the meta device stays the same object, as it may be tied to another.
+        return None if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(move_to_meta)
+    with torch.device("cpu"), no_init_weights(), hook:
         return build_transformers_model(config)
 
 
@@ -85,24 +90,6 @@ def find_float32_patterns(whole: Any) -> list[str]:
     # A pattern is one or more whole parts of a name.
     names = [name for name, _ in whole.named_parameters() if any(f".{part}." in f".{name}." for part in kept)]
     return sorted({mask_layer_number(name) for name in names})
-
-
-@contextmanager
-def _register_parameters_on_meta() -> Iterator[None]:
-    """Move every parameter to the meta device as soon as a module registers it."""
-    register_parameter = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), param.requires_grad)
-        register_parameter(self, name, param)
-
-    module_class: Any = nn.Module
-    module_class.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        module_class.register_parameter = register_parameter
 
 
 def create_conversion_mapper(whole: Any, names: Collection[str]) -> Mapper:

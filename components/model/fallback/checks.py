@@ -9,7 +9,8 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from drawloom.components.model.fallback.build import (
     build_meta_model,
@@ -22,11 +23,11 @@ from drawloom.components.model.fallback.module import (
     RowAttention,
     SelfCheckError,
     TransformersLM,
+    add_outer_modules,
     find_model_parts,
     first_config_value,
     get_first_line,
     mask_layer_number,
-    record_call_order,
 )
 from drawloom.components.weights.load import convert_tensors, persistent_tensors
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
@@ -116,16 +117,22 @@ class Comparison:
         self.count = len(reference.get_submodule(self.parts.layers))
         self.tokens = torch.randint(1, first_config_value(reference.config, "vocab_size"), (sum(LENGTHS),))
         rows: Sequence[Tensor] = torch.split(self.tokens, list(LENGTHS))
-        with record_call_order(reference, self.parts) as order, convert_errors("build"):
+        calls: list[nn.Module] = []
+        with convert_errors("build"):
             self.alone = [self._compute_reference(row) for row in rows]
-        self.parts = order.add_to_parts(reference, self.parts)
+            with register_module_forward_pre_hook(lambda module, _: calls.append(module)):
+                self._compute_hidden_states(rows[0])
+        self.parts = add_outer_modules(reference, self.parts, calls)
         self.shared = create_packed_context()
+
+    def _compute_hidden_states(self, row: Tensor) -> Tensor:
+        """Return transformers' last hidden states for one document, int64 (length,)."""
+        base = self.reference.get_submodule(self.parts.base)
+        return base(input_ids=row[None], use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def _compute_reference(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return transformers' last hidden states and logits for one document, int64 (length,)."""
-        base = self.reference.get_submodule(self.parts.base)
-        states = base(input_ids=row[None], use_cache=False).last_hidden_state
-        return states, self.reference(input_ids=row[None], use_cache=False).logits
+        return self._compute_hidden_states(row), self.reference(input_ids=row[None], use_cache=False).logits
 
     def check_hidden_states(self) -> Tensor:
         """Compare packed documents' hidden states with transformers'; return them, (1, length, hidden_size)."""
