@@ -1,7 +1,7 @@
 """The component `model.deepseek_v2`: DeepSeek-V2 and V2-Lite (arXiv 2405.04434)."""
 
 from drawloom import component, setting
-from drawloom.components.model.declarations import DecoderBuilder, Family, config_class
+from drawloom.components.model.declarations import DecoderBuilder
 from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.ports import ConfigJson
 
@@ -9,7 +9,6 @@ GREEDY, GROUPED = "greedy", "group_limited_greedy"
 """Values of `topk_method` in files, without and with groups of experts."""
 
 
-@config_class
 class DeepseekV2Config(LatentConfig):
     """Config of DeepSeek-V2: latent attention, and experts by softmax scores, which are not normalised."""
 
@@ -41,10 +40,8 @@ class DeepseekV2(DecoderBuilder):
     A load-balancing loss over the tokens of a row balances the experts.
     """
 
-    family = Family(
-        DeepseekV2Config,
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64},
-        fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
-    )
+    config_type = DeepseekV2Config
+    model_type = "deepseek_v2"
+    class_name = "DeepseekV2ForCausalLM"
+    hf_defaults = {"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64}
+    fixed = {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1}

@@ -7,13 +7,11 @@ import attrs
 from drawloom import component, setting
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
     GroupedExpertsConfig,
     InvalidSetting,
     LatentSpec,
     Rope,
     SigmoidExpertsConfig,
-    config_class,
     latent_score_multiplier,
     size_setting,
     training_setting,
@@ -21,7 +19,6 @@ from drawloom.components.model.declarations import (
 from drawloom.ports import AttentionOptions, Settings
 
 
-@config_class
 class LatentConfig(GroupedExpertsConfig):
     """
     Config for multi-head latent attention and grouped experts.
@@ -55,7 +52,6 @@ class LatentConfig(GroupedExpertsConfig):
         scale = (self.qk_nope_head_dim + self.head_dim) ** -0.5 * latent_score_multiplier(self.rope_scaling)
         return LatentSpec.from_config(
             self,
-            heads=self.num_attention_heads,
             rope_dim=self.head_dim,
             rope=self.rope_of(layer),
             options=AttentionOptions(scale=scale),
@@ -75,7 +71,6 @@ class LatentConfig(GroupedExpertsConfig):
             yield InvalidSetting("num_key_value_heads", why, "leave it out")
 
 
-@config_class
 class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     """Config of DeepSeek-V3. Without `rope_interleave`, halves of channels are rotated instead of adjacent pairs."""
 
@@ -92,21 +87,19 @@ class DeepseekV3(DecoderBuilder):
     Moonlight, Kimi K2 and the text model of Kimi K2.5 are of this family, too.
     """
 
-    family = Family(
-        DeepseekV3Config,
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        hf_defaults={
-            "max_position_embeddings": 4096,
-            "rope_theta": 1e4,
-            "head_dim": 64,
-            "n_group": 8,
-            "topk_group": 4,
-            "first_k_dense_replace": 3,
-            "routed_scaling_factor": 2.5,
-            "num_experts_per_tok": 8,
-        },
-        other_types=("kimi_k2",),
-        nested_types={"kimi_k25": "model.language_model."},
-        ignored=("*vision_tower.*", "*mm_projector.*"),
-    )
+    config_type = DeepseekV3Config
+    model_type = "deepseek_v3"
+    class_name = "DeepseekV3ForCausalLM"
+    hf_defaults = {
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e4,
+        "head_dim": 64,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "num_experts_per_tok": 8,
+    }
+    other_types = ("kimi_k2",)
+    nested_types = {"kimi_k25": "model.language_model."}
+    ignored = ("*vision_tower.*", "*mm_projector.*")

@@ -3,14 +3,11 @@
 from drawloom import at_least, component
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
     SigmoidExpertsConfig,
-    config_class,
     training_setting,
 )
 
 
-@config_class
 class Dots1Config(SigmoidExpertsConfig):
     """Config of dots.llm1: Qwen3's attention, DeepSeek-V3's experts, and windows in the last layers."""
 
@@ -37,17 +34,15 @@ class Dots1(DecoderBuilder):
     tokens of a row and a z-loss are added if their coefficients are set.
     """
 
-    family = Family(
-        Dots1Config,
-        "dots1",
-        "Dots1ForCausalLM",
-        hf_defaults={
-            "norm_topk_prob": False,
-            "max_position_embeddings": 2048,
-            "sliding_window": 4096,
-            "rope_theta": 1e4,
-            "num_key_value_heads": 32,
-        },
-        fixed={"attention_bias": False},
-        has_classifier=False,
-    )
+    config_type = Dots1Config
+    model_type = "dots1"
+    class_name = "Dots1ForCausalLM"
+    hf_defaults = {
+        "norm_topk_prob": False,
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "rope_theta": 1e4,
+        "num_key_value_heads": 32,
+    }
+    fixed = {"attention_bias": False}
+    has_classifier = False

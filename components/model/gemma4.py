@@ -11,7 +11,6 @@ from drawloom.components.model.declarations import (
     FULL,
     Branch,
     DecoderBuilder,
-    Family,
     InvalidSetting,
     MlpSpec,
     MoeConfig,
@@ -20,7 +19,6 @@ from drawloom.components.model.declarations import (
     Rope,
     SlidingTypes,
     alternate_by_layer,
-    config_class,
     find_head_count_faults,
     rotary_factor_setting,
     size_setting,
@@ -48,7 +46,6 @@ UNIFIED = {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_positi
 """Defaults for text models in gemma4_unified."""
 
 
-@config_class
 class Gemma4Config(GemmaConfig, MoeConfig):
     """
     Config of Gemma 4: layers with full attention have other heads, whose keys may be the values, too.
@@ -134,7 +131,7 @@ class Gemma4Config(GemmaConfig, MoeConfig):
             return spec
         shared = self.attention_k_eq_v
         heads = (shared and self.num_global_key_value_heads) or self.num_key_value_heads
-        return attrs.evolve(spec, head_dim=self.global_head_dim, kv_heads=heads, keys_as_values=shared)
+        return attrs.evolve(spec, head_dim=self.global_head_dim, num_key_value_heads=heads, keys_as_values=shared)
 
     def layer_has_experts(self, number: int) -> bool:
         return self.num_experts > 0
@@ -225,16 +222,18 @@ class Gemma4Config(GemmaConfig, MoeConfig):
 class Gemma4(DecoderBuilder):
     """A Gemma 4 language model for text, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Gemma4Config,
-        "gemma4_text",
-        "Gemma4ForCausalLM",
-        hf_defaults={"max_position_embeddings": 131_072, "num_attention_heads": 8, "num_key_value_heads": 4}
-        | {"head_dim": 256, "vocab_size": 262_144},
-        fixed={"hidden_act": GELU, "hidden_activation": GELU, "use_bidirectional_attention": None},
-        derives_head_dim=False,
-        other_types=("gemma4_unified_text",),
-        nested_types=dict.fromkeys(("gemma4", "gemma4_unified"), "model.language_model."),
-        ignored=("*vision_tower.*", "*vision_embedder.*", "*embed_vision.*", "*audio_tower.*", "*embed_audio.*"),
-        has_classifier=False,
-    )
+    config_type = Gemma4Config
+    model_type = "gemma4_text"
+    class_name = "Gemma4ForCausalLM"
+    hf_defaults = {
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_144,
+    }
+    fixed = {"hidden_act": GELU, "hidden_activation": GELU, "use_bidirectional_attention": None}
+    other_types = ("gemma4_unified_text",)
+    nested_types = dict.fromkeys(("gemma4", "gemma4_unified"), "model.language_model.")
+    ignored = ("*vision_tower.*", "*vision_embedder.*", "*embed_vision.*", "*audio_tower.*", "*embed_audio.*")
+    has_classifier = False

@@ -3,14 +3,11 @@
 from drawloom import component, setting
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
     SigmoidExpertsConfig,
-    config_class,
     rotary_factor_setting,
 )
 
 
-@config_class
 class Glm4MoeConfig(SigmoidExpertsConfig):
     """Config of GLM-4.5: DeepSeek-V3's experts, and attention in which a part of each head is rotated."""
 
@@ -27,15 +24,13 @@ class Glm4MoeConfig(SigmoidExpertsConfig):
 class Glm4Moe(DecoderBuilder):
     """A GLM-4.5 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Glm4MoeConfig,
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        hf_defaults={
-            "max_position_embeddings": 131_072,
-            "rope_theta": 1e4,
-            "num_key_value_heads": 8,
-            "first_k_dense_replace": 1,
-        },
-        has_classifier=False,
-    )
+    config_type = Glm4MoeConfig
+    model_type = "glm4_moe"
+    class_name = "Glm4MoeForCausalLM"
+    hf_defaults = {
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1e4,
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 1,
+    }
+    has_classifier = False

@@ -6,12 +6,10 @@ from drawloom.components.model.declarations import (
     ClampedSwiGlu,
     DecoderBuilder,
     ExpertsConfig,
-    Family,
     LayerTypesConfig,
     SlidingTypes,
     chunk,
     concatenate_blocks,
-    config_class,
     layer_types_setting,
     sequential,
     training_setting,
@@ -20,7 +18,6 @@ from drawloom.components.model.declarations import (
 from drawloom.ports import ConfigJson, Mapper
 
 
-@config_class
 class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     """Config of gpt-oss: attention sinks, windows in every other layer, and experts with biases and bounds."""
 
@@ -72,10 +69,7 @@ class GptOss(DecoderBuilder):
     Experts in MXFP4 are read as bfloat16, and exported so.
     """
 
-    family = Family(
-        GptOssConfig,
-        "gpt_oss",
-        "GptOssForCausalLM",
-        hf_defaults={"max_position_embeddings": 131_072, "head_dim": 64, "num_key_value_heads": 8},
-        derives_head_dim=False,
-    )
+    config_type = GptOssConfig
+    model_type = "gpt_oss"
+    class_name = "GptOssForCausalLM"
+    hf_defaults = {"max_position_embeddings": 131_072, "head_dim": 64, "num_key_value_heads": 8}

@@ -7,15 +7,12 @@ import attrs
 
 from drawloom import above, component
 from drawloom.components.model.declarations import (
-    Family,
     ParametrizedBuilder,
-    config_class,
     training_setting,
 )
 from drawloom.components.model.llama import LlamaConfig
 
 
-@config_class
 class GraniteConfig(LlamaConfig):
     """Config of Granite: Llama with factors for embeddings, attention scores, residual outputs and logits."""
 
@@ -40,13 +37,11 @@ class GraniteConfig(LlamaConfig):
 class Granite(ParametrizedBuilder):
     """A Granite language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        GraniteConfig,
-        "granite",
-        "GraniteForCausalLM",
-        hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-6},
-        has_classifier=False,
-    )
+    config_type = GraniteConfig
+    model_type = "granite"
+    class_name = "GraniteForCausalLM"
+    hf_defaults = {"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-6}
+    has_classifier = False
     has_multipliers = True
 
     @cached_property

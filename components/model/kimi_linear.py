@@ -10,10 +10,8 @@ from drawloom.components.model.declarations import (
     TAP_DIMS,
     ChannelDeltaSpec,
     DecoderBuilder,
-    Family,
     LinearLayersConfig,
     PartSpec,
-    config_class,
     size_setting,
 )
 from drawloom.components.model.glm4_moe_lite import Glm4MoeLiteConfig
@@ -27,7 +25,6 @@ NESTED = {
 """Sizes in `linear_attn_config`."""
 
 
-@config_class
 class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
     """Config of Kimi Linear: latent attention without positions, and Kimi Delta Attention in other layers."""
 
@@ -64,10 +61,10 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
             return super().mixer_of(layer)
         heads, width = self.linear_num_heads, self.linear_head_dim
         spec = ChannelDeltaSpec(
-            key_heads=heads,
-            value_heads=heads,
-            key_dim=width,
-            value_dim=width,
+            linear_num_key_heads=heads,
+            linear_num_value_heads=heads,
+            linear_key_head_dim=width,
+            linear_value_head_dim=width,
             rank=width,
             taps=self.linear_conv_kernel_dim,
             draws_time_steps=True,
@@ -101,11 +98,9 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
 class KimiLinear(DecoderBuilder):
     """A Kimi Linear language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        KimiLinearConfig,
-        "kimi_linear",
-        "KimiLinearForCausalLM",
-        hf_defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "num_experts_per_tok": 8},
-        fixed={"mla_use_nope": True, "moe_layer_freq": 1},
-        has_classifier=False,
-    )
+    config_type = KimiLinearConfig
+    model_type = "kimi_linear"
+    class_name = "KimiLinearForCausalLM"
+    hf_defaults = {"first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "num_experts_per_tok": 8}
+    fixed = {"mla_use_nope": True, "moe_layer_freq": 1}
+    has_classifier = False

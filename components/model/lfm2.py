@@ -7,18 +7,15 @@ from drawloom.components.model.declarations import (
     FULL,
     DecoderBuilder,
     DecoderConfig,
-    Family,
     Join,
     PartSpec,
     ShortConvSpec,
-    config_class,
     layer_types_setting,
     size_setting,
 )
 from drawloom.ports import ConfigJson
 
 
-@config_class
 class Lfm2Config(DecoderConfig):
     """Config of LFM2: layers of type conv have a gated short convolution instead of attention."""
 
@@ -67,11 +64,9 @@ class Lfm2Config(DecoderConfig):
 class Lfm2(DecoderBuilder):
     """An LFM2 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Lfm2Config,
-        "lfm2",
-        "Lfm2ForCausalLM",
-        has_classifier=False,
-        hf_defaults={"rope_theta": 1e6, "num_key_value_heads": 8},
-        fixed={"conv_bias": False, "block_auto_adjust_ff_dim": False},
-    )
+    config_type = Lfm2Config
+    model_type = "lfm2"
+    class_name = "Lfm2ForCausalLM"
+    has_classifier = False
+    hf_defaults = {"rope_theta": 1e6, "num_key_value_heads": 8}
+    fixed = {"conv_bias": False, "block_auto_adjust_ff_dim": False}

@@ -13,13 +13,11 @@ from drawloom.components.model.declarations import (
     Branch,
     DecoderBuilder,
     ExpertSpec,
-    Family,
     Join,
     PartSpec,
     SigmoidExpertsConfig,
     SquaredRelu,
     StateSpaceSpec,
-    config_class,
     size_setting,
     training_setting,
 )
@@ -29,7 +27,6 @@ TYPES = {"M": LINEAR, "mamba": LINEAR, "*": FULL, "attention": FULL, "E": "moe",
 """Types of layers by their letters and older names in published configs."""
 
 
-@config_class
 class NemotronHConfig(SigmoidExpertsConfig):
     """Config of Nemotron-H: a layer is one of Mamba-2, attention without positions, experts and a squared-ReLU MLP."""
 
@@ -95,10 +92,10 @@ class NemotronHConfig(SigmoidExpertsConfig):
     def delta(self) -> StateSpaceSpec:
         """The specification of Mamba-2's layers."""
         return StateSpaceSpec(
-            key_heads=self.n_groups,
-            value_heads=self.mamba_num_heads,
-            key_dim=self.ssm_state_size,
-            value_dim=self.mamba_head_dim,
+            linear_num_key_heads=self.n_groups,
+            linear_num_value_heads=self.mamba_num_heads,
+            linear_key_head_dim=self.ssm_state_size,
+            linear_value_head_dim=self.mamba_head_dim,
             taps=self.conv_kernel,
             conv_bias=self.use_conv_bias,
             min_time_step=self.time_step_min,
@@ -128,19 +125,16 @@ class NemotronH(DecoderBuilder):
     The phase `phases.router_bias` balances the experts by a bias per expert.
     """
 
-    family = Family(
-        NemotronHConfig,
-        "nemotron_h",
-        "NemotronHForCausalLM",
-        hf_defaults={"num_key_value_heads": 8, "head_dim": 128},
-        fixed={
-            "mlp_hidden_act": "relu2",
-            "mamba_hidden_act": "silu",
-            "sliding_window": None,
-            "residual_in_fp32": False,
-            **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"), False),
-        },
-        derives_head_dim=False,
-        ignored=("mtp.*",),
-        has_classifier=False,
-    )
+    config_type = NemotronHConfig
+    model_type = "nemotron_h"
+    class_name = "NemotronHForCausalLM"
+    hf_defaults = {"num_key_value_heads": 8, "head_dim": 128}
+    fixed = {
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "sliding_window": None,
+        "residual_in_fp32": False,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"), False),
+    }
+    ignored = ("mtp.*",)
+    has_classifier = False

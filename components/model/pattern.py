@@ -11,10 +11,8 @@ from drawloom.components.model.declarations import (
     WINDOW,
     Branch,
     DecoderBuilder,
-    Family,
     InvalidSetting,
     PartSpec,
-    config_class,
     size_setting,
     training_setting,
 )
@@ -22,7 +20,6 @@ from drawloom.components.model.decoder.branch_specs import (
     ChannelDeltaSpec,
     ConnectedBranch,
     ConnectionSpec,
-    ConstrainedSpec,
     ShortConvSpec,
     StateSpaceSpec,
 )
@@ -51,7 +48,6 @@ def parse_pattern(text: str) -> list[str]:
     return parts
 
 
-@config_class
 class PatternConfig(DeltaConfig):
     """Config of a pre-norm decoder whose layers have the parts in `layers`, again and again, and a gated MLP."""
 
@@ -104,12 +100,13 @@ class PatternConfig(DeltaConfig):
         branches, streams = super().branches_of(layer), self.residual_streams
         if self.residual == "plain":
             return branches
-        spec = ConnectionSpec if self.residual == "hyper" else ConstrainedSpec
-        first = layer * len(branches)
+        first, is_constrained = layer * len(branches), self.residual == "constrained"
         return [
             ConnectedBranch(
                 **attrs.asdict(branch, recurse=False),
-                connection=spec(streams=streams, first=(first + index) % streams),
+                connection=ConnectionSpec(
+                    streams=streams, first=(first + index) % streams, is_constrained=is_constrained
+                ),
             )
             for index, branch in enumerate(branches)
         ]
@@ -151,14 +148,12 @@ class Pattern(DecoderBuilder):
     Llama, whose layers the pattern replaces.
     """
 
-    family = Family(
-        PatternConfig,
-        "drawloom_pattern",
-        "PatternForCausalLM",
-        other_types=("qwen3", "llama"),
-        fixed={"use_sliding_window": False, "mlp_bias": False},
-        has_classifier=False,
-    )
+    config_type = PatternConfig
+    model_type = "drawloom_pattern"
+    class_name = "PatternForCausalLM"
+    other_types = ("qwen3", "llama")
+    fixed = {"use_sliding_window": False, "mlp_bias": False}
+    has_classifier = False
 
     @classmethod
     def explain_missing_export(cls, node: Any) -> str:

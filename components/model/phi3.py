@@ -5,11 +5,9 @@ from collections.abc import Iterator
 from drawloom import component
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
     InvalidSetting,
     Join,
     WindowConfig,
-    config_class,
     rotary_factor_setting,
 )
 from drawloom.ports import ConfigJson, Settings
@@ -18,7 +16,6 @@ EXPORTED_ROPES = ("default", "ntk", "longrope")
 """Values of rope_type whose exports transformers loads as a Phi-3 model."""
 
 
-@config_class
 class Phi3Config(WindowConfig):
     """Config of Phi-3: like Llama, with a rotated part of each head, and an optional sliding window in all layers."""
 
@@ -62,13 +59,11 @@ class Phi3Config(WindowConfig):
 class Phi3(DecoderBuilder):
     """A Phi-3 or Phi-4 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Phi3Config,
-        "phi3",
-        "Phi3ForCausalLM",
-        hf_defaults={"rope_theta": 1e4},
-        fixed={
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0),
-            **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False),
-        },
-    )
+    config_type = Phi3Config
+    model_type = "phi3"
+    class_name = "Phi3ForCausalLM"
+    hf_defaults = {"rope_theta": 1e4}
+    fixed = {
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0),
+        **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False),
+    }

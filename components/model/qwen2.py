@@ -5,13 +5,10 @@ from drawloom.components.model.declarations import (
     WINDOW,
     DecoderBuilder,
     DecoderConfig,
-    Family,
-    config_class,
     training_setting,
 )
 
 
-@config_class
 class Qwen2Config(DecoderConfig):
     """Config of Qwen2: biases of queries, keys and values, and optional windows from layer `max_window_layers` on."""
 
@@ -30,6 +27,7 @@ class Qwen2Config(DecoderConfig):
 class Qwen2(DecoderBuilder):
     """A Qwen2 or Qwen2.5 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Qwen2Config, "qwen2", "Qwen2ForCausalLM", hf_defaults={"rope_theta": 1e4, "num_key_value_heads": 32}
-    )
+    config_type = Qwen2Config
+    model_type = "qwen2"
+    class_name = "Qwen2ForCausalLM"
+    hf_defaults = {"rope_theta": 1e4, "num_key_value_heads": 32}

@@ -4,16 +4,13 @@ from drawloom import component
 from drawloom.components.model.declarations import (
     HYBRID_DEFAULTS,
     DecoderBuilder,
-    Family,
     HybridConfig,
     MoeConfig,
-    config_class,
     size_setting,
 )
 from drawloom.ports import ConfigJson
 
 
-@config_class
 class Qwen35MoeConfig(HybridConfig, MoeConfig):
     """Config of Qwen3.5 with experts: all tokens visit one expert more, whose output has a gate."""
 
@@ -42,14 +39,10 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
 class Qwen35Moe(DecoderBuilder):
     """A Qwen3.5 language model with experts, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Qwen35MoeConfig,
-        "qwen3_5_moe_text",
-        "Qwen3_5MoeForCausalLM",
-        hf_defaults=HYBRID_DEFAULTS
-        | {"num_key_value_heads": 2, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
-        derives_head_dim=False,
-        nested_types={"qwen3_5_moe": "model."},
-        ignored=("mtp.*", "model.visual.*"),
-        has_classifier=False,
-    )
+    config_type = Qwen35MoeConfig
+    model_type = "qwen3_5_moe_text"
+    class_name = "Qwen3_5MoeForCausalLM"
+    hf_defaults = HYBRID_DEFAULTS | {"num_key_value_heads": 2, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+    nested_types = {"qwen3_5_moe": "model."}
+    ignored = ("mtp.*", "model.visual.*")
+    has_classifier = False

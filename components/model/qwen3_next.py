@@ -5,16 +5,13 @@ from drawloom.components.model.declarations import (
     HYBRID_DEFAULTS,
     JOINED_CONVOLUTION,
     DecoderBuilder,
-    Family,
     Join,
-    config_class,
 )
 from drawloom.components.model.qwen3.moe import Qwen3MoeConfig
 from drawloom.components.model.qwen3_5_moe import Qwen35MoeConfig
 from drawloom.ports import ConfigJson
 
 
-@config_class
 class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
     """Config of Qwen3-Next: Qwen3.5's layers, but some may have no experts."""
 
@@ -36,16 +33,12 @@ class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
 class Qwen3Next(DecoderBuilder):
     """A Qwen3-Next language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Qwen3NextConfig,
-        "qwen3_next",
-        "Qwen3NextForCausalLM",
-        hf_defaults=HYBRID_DEFAULTS
-        | {
-            "num_key_value_heads": 2,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-        },
-        derives_head_dim=False,
-        ignored=("mtp.*",),
-    )
+    config_type = Qwen3NextConfig
+    model_type = "qwen3_next"
+    class_name = "Qwen3NextForCausalLM"
+    hf_defaults = HYBRID_DEFAULTS | {
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+    }
+    ignored = ("mtp.*",)

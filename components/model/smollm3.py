@@ -6,16 +6,13 @@ from drawloom import at_least, component
 from drawloom.components.model.declarations import (
     WINDOW,
     DecoderBuilder,
-    Family,
     Rope,
-    config_class,
     periodic_setting,
     training_setting,
 )
 from drawloom.components.model.llama import LlamaConfig
 
 
-@config_class
 class SmolLm3Config(LlamaConfig):
     """
     Config of SmolLM3: Llama with layers without rotary positions (NoPE, arXiv 2501.18795).
@@ -49,9 +46,7 @@ class SmolLm3Config(LlamaConfig):
 class SmolLm3(DecoderBuilder):
     """A SmolLM3 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        SmolLm3Config,
-        "smollm3",
-        "SmolLM3ForCausalLM",
-        hf_defaults={"max_position_embeddings": 32_768, "rope_theta": 2e6, "num_key_value_heads": 4},
-    )
+    config_type = SmolLm3Config
+    model_type = "smollm3"
+    class_name = "SmolLM3ForCausalLM"
+    hf_defaults = {"max_position_embeddings": 32_768, "rope_theta": 2e6, "num_key_value_heads": 4}

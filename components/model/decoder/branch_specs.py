@@ -42,7 +42,7 @@ class LatentSpec(MixerSpec):
 
     @property
     def pair_flops(self) -> int:
-        return 2 * self.heads * (self.qk_nope_head_dim + self.rope_dim + self.v_head_dim)
+        return 2 * self.num_attention_heads * (self.qk_nope_head_dim + self.rope_dim + self.v_head_dim)
 
 
 @attrs.frozen(kw_only=True)
@@ -50,22 +50,23 @@ class SparseLatentSpec(LatentSpec):
     """
     Specification of latent attention to the `chosen` tokens with the best scores by an indexer; None: to all tokens.
 
-    The indexer has `index_heads` queries and a key, both `index_dim` wide; with `index_interleaved`, pairs of adjacent
-    channels are rotated. `loss_coef` is for its loss in this layer. The choice stays for later layers as `link`.
+    The indexer has `index_n_heads` queries and a key, both `index_head_dim` wide; with `index_interleaved`, pairs of
+    adjacent channels are rotated. `loss_coef` is for its loss in this layer. The choice stays for later layers as
+    `link`.
     """
 
     part = "latent:SparseLatentAttention"
 
     chosen: int | None
-    index_heads: int
-    index_dim: int
+    index_n_heads: int
+    index_head_dim: int
     loss_coef: float
     index_interleaved: bool = False
     link: str = ""
 
     @property
     def pair_flops_by_window(self) -> Mapping[int | None, int]:
-        index_flops = Counter({None: 2 * self.index_heads * self.index_dim})
+        index_flops = Counter({None: 2 * self.index_n_heads * self.index_head_dim})
         return index_flops + Counter({self.chosen: self.pair_flops})
 
 
@@ -102,10 +103,10 @@ class DeltaSpec(RecurrentSpec):
 
     part = "recurrent:GatedDeltaNet"
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
     max_strength: float = 1.0
     norm_eps: float | None = None
     draws_time_steps: bool = False
@@ -113,12 +114,17 @@ class DeltaSpec(RecurrentSpec):
     @property
     def head_widths(self) -> tuple[tuple[str, int], ...]:
         """Head widths for queries, keys and values."""
-        return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
+        return (("q", self.linear_key_head_dim), ("k", self.linear_key_head_dim), ("v", self.linear_value_head_dim))
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of all heads' values."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
     def token_flops(self) -> int:
         """FLOPs for a token: states times key and query, and key times value (an outer product)."""
-        return 6 * self.value_heads * self.key_dim * self.value_dim
+        return 6 * self.value_channels * self.linear_key_head_dim
 
 
 @attrs.frozen(kw_only=True)
@@ -133,8 +139,8 @@ class ChannelDeltaSpec(DeltaSpec):
 @attrs.frozen(kw_only=True)
 class StateSpaceSpec(DeltaSpec):
     """
-    Specification of Mamba-2's mixer: `key_dim` is the state's width, and value heads share a group's B and C as key
-    head.
+    Specification of Mamba-2's mixer: `linear_key_head_dim` is the state's width, and value heads share a group's B and
+    C as key head.
 
     Time steps are at least `min_time_step`. With `conv_bias`, convolutions have biases.
     """
@@ -147,24 +153,22 @@ class StateSpaceSpec(DeltaSpec):
 
     @property
     def token_flops(self) -> int:
-        return 4 * self.value_heads * self.key_dim * self.value_dim
+        return 4 * self.value_channels * self.linear_key_head_dim
 
 
 @attrs.frozen(kw_only=True)
 class ConnectionSpec(PartSpec):
-    """Specification of a branch's hyper-connection to `streams` residual streams; it begins to read stream `first`."""
+    """
+    Specification of a branch's hyper-connection to `streams` residual streams; it begins to read stream `first`.
+
+    It is manifold-constrained (mHC) if `is_constrained`.
+    """
 
     part = "hyper_connections:HyperConnection"
 
     streams: int
     first: int
-
-
-@attrs.frozen(kw_only=True)
-class ConstrainedSpec(ConnectionSpec):
-    """Specification of a manifold-constrained hyper-connection (mHC)."""
-
-    part = "hyper_connections:ConstrainedConnection"
+    is_constrained: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -225,8 +229,8 @@ class ExpertSpec(PartSpec):
     in routers.
     """
 
-    experts: int
-    choices: int
+    num_experts: int
+    num_experts_per_tok: int
     width: int
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     balancing_bias: bool = False

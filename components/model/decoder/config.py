@@ -1,7 +1,7 @@
 """
 Decoder configs: keys of a `config.json`, also settings of recipes, and every layer's specification.
 
-A family is a config with its differences from other families in files.
+A family is a config with its differences from other families in files, declared by a component.
 """
 
 import typing
@@ -70,11 +70,6 @@ def size_setting(kind: str, doc: str, least: int = 1, **options: Any) -> Any:
     return setting(doc, check=between(least, MAX_SIZES[kind] + 1), **options)
 
 
-# Without slots, as some families inherit from two configs.
-config_class = attrs.frozen(kw_only=True, slots=False)
-"""Decorator of config classes."""
-
-
 @attrs.frozen(kw_only=True, slots=False)
 class DecoderConfig:
     """
@@ -83,7 +78,8 @@ class DecoderConfig:
     Every field is a key in `config.json`, declared once: a recipe's setting with this type, check and documentation,
     whose values in files are checked likewise. A family's own class may declare keys, change the defaults of inherited
     ones (`rope_theta: float = 5e5`), and override the class variables and methods that choose the layers' mechanisms.
-    Specifications take fields with the names of keys or class variables from them (`PartSpec.from_config`).
+    Specifications take fields with the names of keys or class variables from them (`PartSpec.from_config`). A subclass
+    is an attrs class without a decorator.
     """
 
     qk_norm: ClassVar[Literal["none", "head", "projection"]] = "none"
@@ -94,6 +90,9 @@ class DecoderConfig:
 
     attention_score_scale: ClassVar[float | None] = None
     """The factor by which attention scores are multiplied; None: head_dim ** -0.5."""
+
+    norms: ClassVar[tuple[Norms, Norms]] = ("input_layernorm", None), ("post_attention_layernorm", None)
+    """Norm names before and after a layer's mixer, then around its feed-forward network."""
 
     zero_centered: ClassVar[bool] = False
     """Whether norms multiply by 1 + weight."""
@@ -209,6 +208,11 @@ class DecoderConfig:
     rms_norm_eps: float = training_setting("constant added to mean squares in norms", default=1e-6, check=above(0))
     initializer_range: float = training_setting("standard deviation of initial weights", default=0.02, check=above(0))
 
+    def __init_subclass__(cls) -> None:
+        """Make a family's class an attrs class; without slots, as some families inherit from two configs."""
+        super().__init_subclass__()
+        attrs.frozen(kw_only=True, slots=False)(cls)
+
     @property
     def max_sequence_length(self) -> int:
         """The maximum sequence length for rotary positions: max_position_embeddings, or more if they are scaled."""
@@ -266,8 +270,6 @@ class DecoderConfig:
         """Return the specification for a layer's attention: here with grouped queries."""
         return AttentionSpec.from_config(
             self,
-            heads=self.num_attention_heads,
-            kv_heads=self.num_key_value_heads,
             rope=self.rope_of(layer),
             window=self.window_of(layer),
             qk_norm=self.qk_norm if self.use_qk_norm else "none",
@@ -283,8 +285,8 @@ class DecoderConfig:
         return "self_attn", self.mixer_spec_of(layer)
 
     def norms_of(self, layer: int) -> tuple[Norms, Norms]:
-        """Return a layer's norms: names before and after its mixer, then around its feed-forward network."""
-        return ("input_layernorm", None), ("post_attention_layernorm", None)
+        """Return a layer's `norms`."""
+        return self.norms
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         """Return a layer's branches, in order: here a mixer and a feed-forward network."""
@@ -351,25 +353,6 @@ class DecoderConfig:
             yield InvalidSetting("partial_rotary_factor", why, "write a factor that rotates pairs of channels")
 
 
-def config_fields(config: type[DecoderConfig]) -> "dict[str, attrs.Attribute[Any]]":
-    """
-    Return a config's fields by key, without `unused_keys`.
-
-    A field that changes a default has the check and documentation it inherits.
-    """
-    hints = typing.get_type_hints(config)
-    bases = [base for base in reversed(config.__mro__) if attrs.has(base)]
-    parents = [field for base in bases for field in attrs.fields(base) if not field.inherited]
-    declared = {field.name: field.metadata for field in parents if "doc" in field.metadata}
-    if undeclared := [field.name for field in attrs.fields(config) if field.name not in declared]:
-        raise TypeError(f"{config.__name__}.{undeclared[0]} has no documentation; declare it by setting(..., doc=...)")
-    return {
-        field.name: field.evolve(type=hints[field.name], metadata=declared[field.name])
-        for field in attrs.fields(config)
-        if field.name not in config.unused_keys
-    }
-
-
 def rotary_factor_setting(default: float) -> Any:
     """Declare `partial_rotary_factor`, from which `rotary_dim` follows."""
     return training_setting(
@@ -416,58 +399,86 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys for token ids: null, as transformers' defaults may lie outside the vocabulary."""
 
 
-@attrs.frozen
 class Family:
+    """A family of models in files, which its component declares: the config class, and the keys in a `config.json`."""
+
+    config_type: ClassVar[type[DecoderConfig]]
+    """The config class."""
+
+    model_type: ClassVar[str]
+    """The `model_type` in files."""
+
+    class_name: ClassVar[str]
+    """The class in transformers."""
+
+    hf_defaults: ClassVar[Settings] = {}
+    """transformers' defaults for a config's keys, where they differ from ours."""
+
+    fixed: ClassVar[Settings] = {}
+    """Values that a config must have for a model to be built, and gets when it is written."""
+
+    derives_head_dim: ClassVar[bool] = True
+    """Whether a config may leave out head sizes without a default."""
+
+    other_types: ClassVar[tuple[str, ...]] = ()
+    """Other values of `model_type` in files."""
+
+    nested_types: ClassVar[Mapping[str, str]] = {}
     """
-    Family of models in files: its config class, and its keys in a `config.json`.
-
-    `hf_defaults` are transformers' defaults for a config's keys, where they differ from ours; `fixed` are values that a
-    config must have for a model to be built, and gets when it is written. With `derives_head_dim` a config may leave
-    out head sizes. Files may have `model_type` or one of `other_types`; multimodal models with `nested_types` have such
-    a config as `text_config`, and map to the decoder's prefix in the model that transformers builds for causal language
-    modeling. `ignored` are patterns (fnmatch) for tensors that are not loaded. `has_classifier` tells whether
-    transformers has a sequence classifier for `model_type`.
+    Types of multimodal models with such a config as `text_config`, and the decoder's prefix in the model that
+    transformers builds for causal language modeling.
     """
 
-    config: type[DecoderConfig]
-    model_type: str
-    class_name: str
-    hf_defaults: Settings = attrs.field(factory=dict)
-    fixed: Settings = attrs.field(factory=dict)
-    derives_head_dim: bool = True
-    other_types: tuple[str, ...] = ()
-    nested_types: Mapping[str, str] = attrs.field(factory=dict)
-    ignored: tuple[str, ...] = ()
-    has_classifier: bool = True
-    keys: "dict[str, attrs.Attribute[Any]]" = attrs.field(init=False, repr=False, eq=False)
-    """The fields of the config class: the keys of a `config.json`, and the settings with their names."""
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Patterns (fnmatch) for tensors that are not loaded."""
 
-    @keys.default
-    def _read_keys(self) -> "dict[str, attrs.Attribute[Any]]":
-        return config_fields(self.config)
+    has_classifier: ClassVar[bool] = True
+    """Whether transformers has a sequence classifier for `model_type`."""
 
-    @property
-    def required_keys(self) -> list[str]:
-        """The keys without a default."""
-        return [key for key, field in self.keys.items() if field.default is attrs.NOTHING]
+    keys: ClassVar["dict[str, attrs.Attribute[Any]]"]
+    """The config's fields without `unused_keys`: the keys of a `config.json`, and the settings with their names."""
 
-    @property
-    def constants(self) -> ConfigJson:
-        """The keys' defaults, except those that depend on other keys or on the tokenizer."""
-        return {key: field.default for key, field in self.keys.items() if isinstance(field.default, int | float | None)}
+    required_keys: ClassVar[list[str]]
+    """The keys without a default."""
 
-    def build_config(self, architecture: DecoderConfig) -> ConfigJson:
+    constants: ClassVar[ConfigJson]
+    """The keys' defaults, except those that depend on other keys or on the tokenizer."""
+
+    def __init_subclass__(cls) -> None:
+        """Read a family's keys; a field that changes a default has the check and documentation it inherits."""
+        super().__init_subclass__()
+        if "config_type" not in vars(cls):
+            return
+        config = cls.config_type
+        hints, fields = typing.get_type_hints(config), attrs.fields(config)
+        bases = [base for base in reversed(config.__mro__) if attrs.has(base)]
+        parents = [field for base in bases for field in attrs.fields(base) if not field.inherited]
+        declared = {field.name: field for field in parents if "doc" in field.metadata}
+        if undeclared := [field.name for field in fields if field.name not in declared]:
+            why = "has no documentation; declare it by setting(..., doc=...)"
+            raise TypeError(f"{config.__name__}.{undeclared[0]} {why}")
+        cls.keys = {
+            field.name: field.evolve(type=hints[field.name], metadata=declared[field.name].metadata)
+            for field in fields
+            if field.name not in config.unused_keys
+        }
+        defaults = {key: field.default for key, field in cls.keys.items()}
+        cls.required_keys = [key for key, default in defaults.items() if default is attrs.NOTHING]
+        cls.constants = {key: default for key, default in defaults.items() if isinstance(default, int | float | None)}
+
+    @classmethod
+    def build_config(cls, architecture: DecoderConfig) -> ConfigJson:
         """Return the `config.json` for a model; an export fills in the token ids."""
         # Rotary scaling has another form in files.
-        values = {key: getattr(architecture, key) for key in self.keys if key != "rope_scaling"}
-        values |= {key: values[key] or None for key in self.config.zero_is_null}
-        numbers = {self.config.renamed.get(key, key): value for key, value in values.items()}
-        named = {"architectures": [self.class_name], "model_type": self.model_type}
+        values = {key: getattr(architecture, key) for key in cls.keys if key != "rope_scaling"}
+        values |= {key: values[key] or None for key in cls.config_type.zero_is_null}
+        numbers = {cls.config_type.renamed.get(key, key): value for key, value in values.items()}
+        named = {"architectures": [cls.class_name], "model_type": cls.model_type}
         rope: ConfigJson = {}
         if architecture.rope_scaling is not None:
             from drawloom.components.model.decoder.rope_scaling import build_rope_parameters
 
             rope = build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
         no_ids = dict.fromkeys(TOKEN_IDS)
-        fixed = {**COMMON_FIXED, **self.fixed}
-        return self.config.write_keys({**named, **fixed, **numbers, **rope, **no_ids, "use_cache": True})
+        fixed = {**COMMON_FIXED, **cls.fixed}
+        return cls.config_type.write_keys({**named, **fixed, **numbers, **rope, **no_ids, "use_cache": True})

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from drawloom import above, at_least, setting
 from drawloom.components.model.decoder.branch_specs import ExpertSpec
-from drawloom.components.model.decoder.config import DecoderConfig, config_class, size_setting, training_setting
+from drawloom.components.model.decoder.config import DecoderConfig, size_setting, training_setting
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.ports import Settings
@@ -21,7 +21,6 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 """Experts of all layers: each is a tensor of its own in files."""
 
 
-@config_class
 class ExpertsConfig(DecoderConfig):
     """
     Config for a decoder with experts. A family decides which layers have experts, and how they are chosen.
@@ -53,8 +52,6 @@ class ExpertsConfig(DecoderConfig):
         """The specification for the experts of a layer."""
         return ExpertSpec.from_config(
             self,
-            experts=self.num_experts,
-            choices=self.num_experts_per_tok,
             width=self.expert_width,
             aux_loss_coef=self.router_aux_loss_coef / self.moe_layers,
             z_loss_coef=self.router_z_loss_coef / self.moe_layers,
@@ -81,7 +78,6 @@ class ExpertsConfig(DecoderConfig):
         return sum(map(self.layer_has_experts, range(self.num_hidden_layers)))
 
 
-@config_class
 class MoeConfig(ExpertsConfig):
     """Config for a decoder whose experts have another width than the feed-forward networks."""
 
@@ -102,7 +98,6 @@ def find_dense_width_faults(given: Settings, dense: Sequence[int]) -> Iterator[I
         yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")
 
 
-@config_class
 class GroupedExpertsConfig(MoeConfig):
     """Config for routed experts in groups and shared experts in all layers but the first."""
 
@@ -149,7 +144,6 @@ class GroupedExpertsConfig(MoeConfig):
             yield InvalidSetting("topk_group", why, f"write {-(-choices * groups // experts)}, or more")
 
 
-@config_class
 class SigmoidExpertsConfig(GroupedExpertsConfig):
     """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
 

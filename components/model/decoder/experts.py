@@ -16,7 +16,7 @@ from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.branch_specs import ExpertSpec
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
-from drawloom.components.model.layers import Linear
+from drawloom.components.model.layers import Linear, at_least_float32
 from drawloom.components.parallel.row_sums import RowSums
 from drawloom.components.parallel.split_experts import ExpertParallel
 from drawloom.components.parallel.tensor_ranks import SplitDim
@@ -89,12 +89,12 @@ class Router(Linear, RowSums, ExpertRouter):
     e_score_correction_bias: Tensor | None
 
     def __init__(self, hidden_size: int, spec: ExpertSpec, kernels: Kernels) -> None:
-        super().__init__(hidden_size, spec.experts, kernels, spec.router_bias)
+        super().__init__(hidden_size, spec.num_experts, kernels, spec.router_bias)
         self.spec = spec
-        self.num_experts = spec.experts
+        self.num_experts = spec.num_experts
         self.aux_loss_coef, self.z_loss_coef = spec.aux_loss_coef, spec.z_loss_coef
         self._observers: list[ObserveRouting] = []
-        self.register_buffer("e_score_correction_bias", torch.zeros(spec.experts) if spec.balancing_bias else None)
+        self.register_buffer("e_score_correction_bias", torch.zeros(spec.num_experts) if spec.balancing_bias else None)
 
     def reset_parameters(self) -> None:
         """Fill the bias with zeros; the model's `initialize_parameter` or nn.Linear fills the weight."""
@@ -128,7 +128,7 @@ class Router(Linear, RowSums, ExpertRouter):
         a loss nor an observer.
         """
         is_token = None if padding is None else self.select_own_token_weights((~padding).float())
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        wide = at_least_float32(self.weight)
         if self.spec.wide_logits:
             logits = self.kernels.linear(hidden.to(wide), self.weight.to(wide))
         else:
@@ -174,7 +174,7 @@ class Router(Linear, RowSums, ExpertRouter):
             best = grouped.topk(self.spec.best_in_group).values.sum(-1).topk(self.spec.topk_group).indices
             other = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             scores = grouped.masked_fill(other.unsqueeze(-1), -torch.inf).flatten(-2)
-        return scores.topk(self.spec.choices).indices
+        return scores.topk(self.spec.num_experts_per_tok).indices
 
     def _normalise_unless_softmax(self, scores: Tensor) -> Tensor:
         """Divide scores (..., experts) by their sum, except softmax scores, whose sum is already 1."""
@@ -264,10 +264,10 @@ class Experts(ExpertParallel):
         self.spec = spec
         shapes = (len(spec.activation.inner_projections) * spec.width, width), (width, spec.width)
         for name, shape in zip(self.matrices, shapes, strict=True):
-            self.register_parameter(name, nn.Parameter(torch.empty(spec.experts, *shape)))
+            self.register_parameter(name, nn.Parameter(torch.empty(spec.num_experts, *shape)))
         for name, shape in zip(self.matrices, shapes, strict=True) if spec.expert_biases else ():
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(spec.experts, shape[0])))
-        self.num_experts = spec.experts
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(spec.num_experts, shape[0])))
+        self.num_experts = spec.num_experts
         self.kernels = kernels
 
     @property
@@ -281,7 +281,7 @@ class Experts(ExpertParallel):
         return AllToAllExperts(kernels=self.kernels, mesh=mesh)
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        visited, (first, last) = self.spec.choices / self.spec.experts, self.matrices
+        visited, (first, last) = self.spec.num_experts_per_tok / self.spec.num_experts, self.matrices
         return {
             first: Role(True, "normal", visited),
             last: Role(True, "normal", visited, is_residual=True),

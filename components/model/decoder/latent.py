@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.branch_specs import LatentSpec, SharedInd
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.experts import attach_loss_gradient
 from drawloom.components.model.decoder.specs import LayerContext
-from drawloom.components.model.layers import Linear, RMSNorm
+from drawloom.components.model.layers import Linear, RMSNorm, at_least_float32
 from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.ports import Kernels
 
@@ -44,7 +44,7 @@ class LatentAttention(TensorParallel):
 
     def __init__(self, architecture: DecoderConfig, spec: LatentSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, has_bias, heads = architecture.hidden_size, architecture.has_bias, spec.heads
+        outer, has_bias, heads = architecture.hidden_size, architecture.has_bias, spec.num_attention_heads
         unit, kv_unit = spec.qk_nope_head_dim + spec.rope_dim, spec.qk_nope_head_dim + spec.v_head_dim
         if not spec.q_lora_rank:
             self.q_proj = Linear(outer, heads * unit, kernels, unit=unit)
@@ -115,10 +115,10 @@ class Indexer(nn.Module):
 
     def __init__(self, architecture: DecoderConfig, spec: SparseLatentSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, heads = architecture.hidden_size, spec.index_heads
-        self.wq_b = Linear(spec.q_lora_rank, heads * spec.index_dim, kernels, style="whole")
-        self.wk = Linear(outer, spec.index_dim, kernels, style="whole")
-        self.k_norm = nn.LayerNorm(spec.index_dim, LATENT_EPS)
+        outer, heads = architecture.hidden_size, spec.index_n_heads
+        self.wq_b = Linear(spec.q_lora_rank, heads * spec.index_head_dim, kernels, style="whole")
+        self.wk = Linear(outer, spec.index_head_dim, kernels, style="whole")
+        self.k_norm = nn.LayerNorm(spec.index_head_dim, LATENT_EPS)
         self.weights_proj = Linear(outer, heads, kernels, style="whole")
 
     def forward(self, hidden: Tensor, query_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,11 +184,12 @@ class SparseLatentAttention(ChoiceAttention):
         parts = self.indexer(hidden, query_latent)
         queries, keys, factors = (self.ranks.gather_tokens_without_grad_sum(part, shape) for part in parts)
         queries, keys = (
-            context.rotate(kernels, x.view(*shape, -1, spec.index_dim), spec.index_interleaved) for x in (queries, keys)
+            context.rotate(kernels, x.view(*shape, -1, spec.index_head_dim), spec.index_interleaved)
+            for x in (queries, keys)
         )
         keys, _, visible = kernels.extend_keys(keys, keys, context.mask)
-        wide = torch.promote_types(factors.dtype, torch.float32)
-        factors = factors.to(wide) * (spec.index_heads * spec.index_dim) ** -0.5
+        wide = at_least_float32(factors)
+        factors = factors.to(wide) * (spec.index_n_heads * spec.index_head_dim) ** -0.5
         first_key, visible_counts = _find_visible_range(context.documents, visible)
         # A kernel is compiled for each size: while a cache grows, only for powers of two.
         size = 1 << (keys.shape[1] - 1).bit_length()
@@ -199,7 +200,7 @@ class SparseLatentAttention(ChoiceAttention):
         mixed, weights = self.attend_to_choice(inputs, choice, context)
         if context.weights is None or not spec.loss_coef:
             return mixed
-        target = self.ranks.all_reduce(weights) * (spec.loss_coef / spec.heads)
+        target = self.ranks.all_reduce(weights) * (spec.loss_coef / spec.num_attention_heads)
         learned = scores.log_softmax(-1).masked_fill(choice < 0, 0.0)
         return attach_loss_gradient(mixed, -(target * learned * context.weights.to(wide)[..., None]).sum())
 

@@ -27,7 +27,7 @@ class Attention(TensorParallel):
     def __init__(self, architecture: DecoderConfig, spec: AttentionSpec, kernels: Kernels) -> None:
         super().__init__()
         outer, unit, has_bias = architecture.hidden_size, spec.head_dim, architecture.has_bias
-        query_width, key_width = spec.heads * unit, spec.kv_heads * unit
+        query_width, key_width = spec.num_attention_heads * unit, spec.num_key_value_heads * unit
         # With a gate, the rows of each head are followed by the rows of its gate.
         repeat = 2 if spec.attention_gate else 1
         self.q_proj = Linear(outer, repeat * query_width, kernels, has_bias("q_proj"), unit=repeat * unit)
@@ -43,7 +43,7 @@ class Attention(TensorParallel):
             self.k_norm = ProjectionNorm(key_width, eps, kernels, unit)
         self.o_proj = Linear(query_width, outer, kernels, has_bias("o_proj"), "rowwise", unit, is_residual=True)
         if spec.attention_sinks:
-            self.sinks = nn.Parameter(torch.zeros(spec.heads))
+            self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads))
         self.spec = spec
         self.kernels = kernels
 

@@ -15,7 +15,6 @@ from drawloom.components.model.decoder.config import (
     WINDOW,
     DecoderConfig,
     Join,
-    config_class,
     rotary_factor_setting,
     size_setting,
     training_setting,
@@ -50,7 +49,6 @@ def layer_types_setting(period: int, other: str = SLIDING) -> Any:
     return periodic_setting(doc, period, other)
 
 
-@config_class
 class WindowConfig(DecoderConfig):
     """Config with an optional sliding window in all layers."""
 
@@ -64,7 +62,6 @@ class WindowConfig(DecoderConfig):
         return self.sliding_window
 
 
-@config_class
 class LayerTypesConfig(DecoderConfig):
     """
     Config with a type for every layer: full attention, or attention within `sliding_window` tokens.
@@ -79,7 +76,6 @@ class LayerTypesConfig(DecoderConfig):
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
-@config_class
 class RopeByTypeConfig(LayerTypesConfig):
     """Config whose layers with a window have unscaled rotary positions, with the base `sliding_theta_key`."""
 
@@ -134,7 +130,6 @@ JOINED_CONVOLUTION = Join("conv1d.weight", "conv_{}", "qkv")
 """A gated delta net's convolutions in one."""
 
 
-@config_class
 class LinearLayersConfig(DecoderConfig):
     """Config for a decoder whose linear_attention layers have a recurrent part instead of attention."""
 
@@ -142,7 +137,6 @@ class LinearLayersConfig(DecoderConfig):
     linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
 
 
-@config_class
 class DeltaConfig(LinearLayersConfig):
     """Config for a decoder whose linear_attention layers have a gated delta net."""
 
@@ -163,19 +157,12 @@ class DeltaConfig(LinearLayersConfig):
     @property
     def delta(self) -> DeltaSpec:
         """The gated delta nets' specification."""
-        return DeltaSpec(
-            key_heads=self.linear_num_key_heads,
-            value_heads=self.linear_num_value_heads,
-            key_dim=self.linear_key_head_dim,
-            value_dim=self.linear_value_head_dim,
-            taps=self.linear_conv_kernel_dim,
-        )
+        return DeltaSpec.from_config(self, taps=self.linear_conv_kernel_dim)
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         return super().mixer_of(layer) if self.layer_types[layer] == FULL else ("linear_attn", self.delta)
 
 
-@config_class
 class HybridConfig(DeltaConfig):
     """Config for Qwen3.5: gated delta nets, and gated attention in full_attention layers."""
 

@@ -32,7 +32,7 @@ def create_decoder_mapper(
     read = set(joined.inputs)
     layers = range(0 if prefix or architecture.stacks_experts else architecture.num_hidden_layers)
     specs = (branch.spec for layer in layers for branch in architecture.branches_of(layer))
-    count = next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
+    count = next((spec.num_experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
     others = (
         architecture.map_experts(name) or _map_parameter(name, architecture, count)
         for name in parameters

@@ -42,7 +42,7 @@ class MixerSpec(PartSpec):
     included; None: to all before it. `options` are the kernels': the scale and the cap for scores.
     """
 
-    heads: int
+    num_attention_heads: int
     rope: Rope | None
     window: int | None = None
     options: AttentionOptions = PLAIN_ATTENTION
@@ -69,7 +69,7 @@ class AttentionSpec(MixerSpec):
     Keys and values may stay for later layers, or be those of an earlier one if `is_linked`, under the name `link`.
     """
 
-    kv_heads: int
+    num_key_value_heads: int
     head_dim: int
     attention_sinks: bool = False
     attention_gate: bool = False
@@ -81,7 +81,7 @@ class AttentionSpec(MixerSpec):
 
     @property
     def pair_flops(self) -> int:
-        return 4 * self.heads * self.head_dim
+        return 4 * self.num_attention_heads * self.head_dim
 
 
 @attrs.frozen(kw_only=True)

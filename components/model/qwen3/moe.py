@@ -5,9 +5,7 @@ from collections.abc import Iterator, Sequence
 from drawloom import at_least, component, setting
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
     InvalidSetting,
-    config_class,
     training_setting,
 )
 from drawloom.components.model.decoder.expert_config import (
@@ -18,7 +16,6 @@ from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.ports import Settings
 
 
-@config_class
 class Qwen3MoeConfig(MoeConfig):
     """Config of Qwen3 with experts. `mlp_only_layers` numbers the layers without experts."""
 
@@ -65,11 +62,9 @@ class Qwen3Moe(DecoderBuilder):
     z-loss add their gradients in training, and are no part of the reported losses.
     """
 
-    family = Family(
-        Qwen3MoeConfig,
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        hf_defaults={"norm_topk_prob": False},
-        fixed=FIXED,
-        derives_head_dim=False,
-    )
+    config_type = Qwen3MoeConfig
+    model_type = "qwen3_moe"
+    class_name = "Qwen3MoeForCausalLM"
+    hf_defaults = {"norm_topk_prob": False}
+    fixed = FIXED
+    derives_head_dim = False

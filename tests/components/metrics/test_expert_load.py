@@ -22,7 +22,7 @@ class Layers(nn.Module):
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()
-        spec = ExpertSpec(experts=4, choices=2, width=1)
+        spec = ExpertSpec(num_experts=4, num_experts_per_tok=2, width=1)
         routers = {str(number): Router(4, spec, cpu_kernels()) for number in numbers}
         for router in routers.values():
             nn.init.eye_(router.weight)

@@ -103,7 +103,7 @@ def test_published_configs_name_shared_indexers(keys: dict[str, Any], types: str
     config |= {"num_hidden_layers": 7, "mlp_layer_types": None, **keys}
     assert "".join(kind[0].upper() for kind in transformers.AutoConfig.for_model(**config).indexer_types) == types
     (tmp_path / "config.json").write_text(json.dumps(config))
-    read: Any = read_config(GlmMoeDsa.family, tmp_path)
+    read: Any = read_config(GlmMoeDsa, tmp_path)
     assert "".join(kind[0].upper() for kind in read.indexer_types) == types
 
 

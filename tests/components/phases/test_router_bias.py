@@ -34,7 +34,7 @@ class Other:
 def routers(*biased: bool) -> list[Router]:
     """Return routers with 4 experts: a token's expert is its greatest channel."""
     kernels = cpu_kernels()
-    options: dict[str, Any] = {"experts": 4, "choices": 1, "width": 1, "scoring_func": "sigmoid"}
+    options: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 1, "width": 1, "scoring_func": "sigmoid"}
     specs = [ExpertSpec(**options, balancing_bias=has) for has in biased]
     made = [Router(4, spec, kernels).double() for spec in specs]
     for router in made:

@@ -84,7 +84,7 @@ def test_balance_loss_evens_out_experts() -> None:
 def router(choices: int = 2, **options: Any) -> Router:
     """Return a router of 6 experts for 5 channels, in float64, with random weights and bias."""
     torch.manual_seed(0)
-    spec = ExpertSpec(experts=6, choices=choices, width=1, **options)
+    spec = ExpertSpec(num_experts=6, num_experts_per_tok=choices, width=1, **options)
     made = Router(5, spec, cpu_kernels()).double()
     if made.e_score_correction_bias is not None:
         made.e_score_correction_bias.normal_()
@@ -115,7 +115,7 @@ def by_hand(made: Router, token: Tensor) -> tuple[list[int], Tensor]:
         pairs = [(0, 1), (2, 3), (4, 5)]
         best = max(pairs, key=lambda pair: sum(ranked[expert] for expert in pair))
         ranked = {expert: ranked[expert] for expert in best}
-    chosen = sorted(ranked, key=lambda expert: -ranked[expert])[: made.spec.choices]
+    chosen = sorted(ranked, key=lambda expert: -ranked[expert])[: made.spec.num_experts_per_tok]
     weights = torch.stack([scores[expert] for expert in chosen])
     return chosen, routing.routed_scaling_factor * (weights / weights.sum() if routing.norm_topk_prob else weights)
 
@@ -199,7 +199,7 @@ def test_observers_see_each_microbatch_once() -> None:
 
 def test_sigmoids_of_zero_scores_are_finite() -> None:
     """If all scores are 0, weights are 0, not a quotient of zeros."""
-    made = Router(1, ExpertSpec(experts=4, choices=2, width=1, scoring_func="sigmoid"), cpu_kernels())
+    made = Router(1, ExpertSpec(num_experts=4, num_experts_per_tok=2, width=1, scoring_func="sigmoid"), cpu_kernels())
     torch.nn.init.ones_(made.weight)
     _, weights = made(torch.full((1, 1, 1), -1000.0))
     assert weights.tolist() == [[[0.0, 0.0]]]
