@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.experts import Experts, Router, SharedGate, SparseMoeBlock
 from drawloom.components.model.decoder.layer import Attention, Block, GatedMlp
-from drawloom.components.model.decoder.specs import Branch, SwiGlu
+from drawloom.components.model.decoder.specs import Branch, LayerContext, SwiGlu
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.data_shard import find_untied_heads
 from drawloom.kernels.float8.eager import Float8Kernels, Float8Rows
@@ -105,12 +105,15 @@ class Float8Attention(Float8Module, Attention):
 class Float8Mlp(Float8Module, GatedMlp):
     """Gated feed-forward network as one operation."""
 
-    def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
+        """Map hidden states (..., hidden_size)."""
         if not self.list_joint_layers():
-            return super().compute_partial_outputs(hidden)
+            return super().forward(hidden, context)
         gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        hidden = self.ranks.gather_tokens(hidden)
         with accept_rounded_inputs():
-            return mlp_float8(self.float8, hidden.to(gate.dtype), gate, up, down)
+            outputs = mlp_float8(self.float8, hidden.to(gate.dtype), gate, up, down)
+        return self.ranks.reduce_scatter_tokens(outputs)
 
     def list_joint_layers(self) -> Sequence[Linear]:
         """Return gate and up, if the whole network is one operation."""

@@ -2,15 +2,12 @@
 
 from collections.abc import Iterator
 
-import attrs
-
 from drawloom import component, setting
 from drawloom.components.model.declarations import (
     DecoderBuilder,
     GroupedExpertsConfig,
     InvalidSetting,
     LatentSpec,
-    Rope,
     SigmoidExpertsConfig,
     latent_score_multiplier,
     size_setting,
@@ -43,10 +40,6 @@ class LatentConfig(GroupedExpertsConfig):
         "hidden_size", "width of the latent of queries, or 0 to project them from hidden states", 0, default=1536
     )
     attention_bias: bool = setting("add biases to the projections to latents and to the output", default=False)
-
-    def rope_of(self, layer: int) -> Rope | None:
-        rope = super().rope_of(layer)
-        return rope and attrs.evolve(rope, interleaved=self.rope_interleave)
 
     def mixer_spec_of(self, layer: int) -> LatentSpec:
         scale = (self.qk_nope_head_dim + self.head_dim) ** -0.5 * latent_score_multiplier(self.rope_scaling)

@@ -7,7 +7,6 @@ from drawloom.components.model.declarations import (
     LINEAR,
     MIXTRAL_EXPERTS,
     NO_POSITIONS,
-    TAP_DIMS,
     ChannelDeltaSpec,
     DecoderBuilder,
     LinearLayersConfig,
@@ -39,7 +38,7 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
         "n_shared_experts": "num_shared_experts",
     }
     joins_of_modules = (JOINED_CONVOLUTION,)
-    inserted_dims = TAP_DIMS | {"A_log": (1, 0, 0)}  # to (1, 1, heads, 1)
+    inserted_dims = {"A_log": (1, 0, 0)}  # to (1, 1, heads, 1)
     renamed_tensors = {
         r"\.self_attn\.in_proj_([qkvb])\.": r".self_attn.\1_proj.",
         r"\.self_attn\.conv_([qkv])$": r".self_attn.\1_conv1d.weight",

@@ -10,20 +10,18 @@ from drawloom import at_least, component, setting
 from drawloom.components.model.declarations import (
     WINDOW,
     Branch,
-    DecoderBuilder,
-    InvalidSetting,
-    PartSpec,
-    size_setting,
-    training_setting,
-)
-from drawloom.components.model.decoder.branch_specs import (
     ChannelDeltaSpec,
     ConnectedBranch,
     ConnectionSpec,
+    DecoderBuilder,
+    DeltaConfig,
+    InvalidSetting,
+    PartSpec,
     ShortConvSpec,
     StateSpaceSpec,
+    size_setting,
+    training_setting,
 )
-from drawloom.components.model.decoder.layer_types import DeltaConfig
 from drawloom.ports import ConfigJson, Settings
 
 MODULES = {

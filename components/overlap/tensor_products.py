@@ -93,12 +93,12 @@ class OverlappedMlp(GatedMlp):
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """Map this rank's tokens (tokens, hidden_size)."""
-        layers = self.list_inner_layers()
+        layers = [getattr(self, name) for name in self.activation.inner_projections]
         if not _can_overlap(self, hidden, [*layers, self.down_proj]):
             return super().forward(hidden, context)
         weights = [layer.weight for layer in layers]
         products = multiply_gathered(hidden.to(weights[0].dtype), weights, self.shifts)
-        mixed = self.activation.apply(self.kernels, *products)
+        mixed = self.activation.apply(self.kernels, products)
         return multiply_and_scatter(mixed, self.down_proj.weight, self.shifts)
 
 

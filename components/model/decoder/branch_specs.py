@@ -1,7 +1,7 @@
 """Specifications for rare parts in layers: mixers, gates by layer, hyper-connections, and experts with routers."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import attrs
@@ -118,7 +118,7 @@ class DeltaSpec(RecurrentSpec):
 
     @property
     def value_channels(self) -> int:
-        """Channels of all heads' values."""
+        """All heads' value channels."""
         return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
@@ -192,12 +192,12 @@ class ClampedSwiGlu(SwiGlu):
 class GeGlu(SwiGlu):
     """The activation gelu(gate) * up, with the tanh approximation of GELU."""
 
-    def apply(self, kernels: Kernels, *products: Tensor) -> Tensor:
-        return kernels.geglu(*products)
+    def apply(self, kernels: Kernels, products: Sequence[Tensor]) -> Tensor:
+        return kernels.geglu(products[0], products[1])
 
     def apply_and_scale(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
-        products = (part.contiguous() for part in rows.chunk(len(self.inner_projections), -1))
-        return (self.apply(kernels, *products) * scale[:, None]).to(rows.dtype)
+        products = [part.contiguous() for part in rows.chunk(len(self.inner_projections), -1)]
+        return (self.apply(kernels, products) * scale[:, None]).to(rows.dtype)
 
 
 class SquaredRelu(GeGlu):
@@ -206,7 +206,7 @@ class SquaredRelu(GeGlu):
     inner_projections = ("up_proj",)
     expert_matrix = "up_proj"
 
-    def apply(self, kernels: Kernels, *products: Tensor) -> Tensor:
+    def apply(self, kernels: Kernels, products: Sequence[Tensor]) -> Tensor:
         return products[0].relu().square()
 
 

@@ -26,12 +26,7 @@ from drawloom.components.model.decoder.rope import (
     find_duplicate_rope_settings,
     separate_theta_and_scaling,
 )
-from drawloom.components.model.new_tokens import (
-    NewTokens,
-    count_new_rows,
-    count_new_tokens,
-    find_new_tokens_fault,
-)
+from drawloom.components.model.new_tokens import NewTokens, count_new_rows, count_new_tokens, find_new_tokens_fault
 from drawloom.graph import component_base_class
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.ports import (
@@ -261,7 +256,7 @@ class DecoderModel:
         module = model_class(self.architecture, span, self.kernels, self.scaling)
         if self.new_token_split is None:
             return module  # type: ignore[no-any-return]
-        return self.new_token_split.replace_layers(module)  # type: ignore[no-any-return]
+        return self.new_token_split.replace_layers(module)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         from drawloom.components.model.decoder.layer import Block

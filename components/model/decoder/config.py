@@ -12,13 +12,8 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from drawloom import above, between, setting
-from drawloom.components.model.decoder.rope import (
-    BY_LENGTH,
-    InvalidSetting,
-    Rope,
-    RopeScaling,
-)
-from drawloom.components.model.decoder.specs import AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec, SwiGlu
+from drawloom.components.model.decoder.rope import BY_LENGTH, InvalidSetting, RopeScaling
+from drawloom.components.model.decoder.specs import AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec, Rope, SwiGlu
 from drawloom.ports import AttentionOptions, ConfigJson, Mapper, Settings
 
 MAX_SIZES = {
@@ -34,28 +29,8 @@ MAX_SIZES = {
 }
 """Upper bounds by kind of size: above all models' sizes, where checks alone would take minutes or gigabytes."""
 
-ATTENTION_BIAS = "add biases to the linear layers of attention"
-WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
-
-
-TAP_DIMS = dict.fromkeys(("conv_q", "conv_k", "conv_v", "taps"), (1,))
-"""A convolution has the shape (channels, taps) here, and (channels, 1, taps) in files."""
-
-
-@attrs.frozen
-class Join:
-    """
-    Tensor `target` in files, which joins parameters of the same module along the first dimension.
-
-    `pattern` with one of the `names` in it is the end of a parameter's name. With several `blocks` the first blocks of
-    all parameters come first, then their second blocks, and so on.
-    """
-
-    target: str
-    pattern: str
-    names: Sequence[str]
-    blocks: int = 1
-
+Pairs = tuple[tuple[str, str], ...]
+"""Keys in pairs."""
 
 Norms = tuple[str | None, str | None]
 """Norm names before and after a module, or None."""
@@ -103,16 +78,16 @@ class DecoderConfig:
     unused_keys: ClassVar[tuple[str, ...]] = ()
     """Inherited keys that the family does not have: such as `rope_theta`; without it layers have no positions."""
 
-    multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
+    multiples: ClassVar[Pairs] = ()
     """Pairs of keys; a value of the first is divisible by that of the second."""
 
-    maxima: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Pairs of keys; a value of the first is at most that of the second."""
+    maxima: ClassVar[Pairs] = ()
+    """Pairs of keys; the first one's value is at most the second one's."""
 
     periods: ClassVar[Mapping[str, tuple[str, Any, Any]]] = {}
     """
-    Lists by layer that files may leave out: the key of their period in files, the item of most layers, and that of the
-    last layer in a period.
+    Lists by layer that files may leave out: the period's key in files, the usual item, and the item for the last layer
+    in a period.
     """
 
     can_tie: ClassVar[bool] = True
@@ -131,7 +106,7 @@ class DecoderConfig:
     """Keys in files, by ours."""
 
     image_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys in `rope_parameters` for positions in images, which do not matter to text."""
+    """Keys in `rope_parameters` for positions in images, ignored for text."""
 
     zero_is_null: ClassVar[tuple[str, ...]] = ()
     """Keys that are null in files where they are 0 in recipes, which have no null."""
@@ -142,14 +117,14 @@ class DecoderConfig:
     unread_tensors: ClassVar[tuple[str, ...]] = ()
     """Patterns (fnmatch) for tensors in files without a parameter in the model."""
 
-    joins: ClassVar[tuple[Join, ...]] = ()
-    """Tensors that files join."""
+    joins: ClassVar[tuple[Any, ...]] = ()
+    """Tensors that files join, each a `mapper.Join`."""
 
-    joins_of_modules: ClassVar[tuple[Join, ...]] = ()
+    joins_of_modules: ClassVar[tuple[Any, ...]] = ()
     """Tensors that transformers' modules join, unless it is what files join."""
 
-    inserted_dims: ClassVar[Mapping[str, tuple[int, ...]]] = TAP_DIMS
-    """Where files insert dimensions with size 1, one after another, by the end of a parameter's name."""
+    inserted_dims: ClassVar[Mapping[str, tuple[int, ...]]] = {}
+    """Where files insert dimensions with size 1, one after another, by a parameter's last name."""
 
     renamed_tensors: ClassVar[Mapping[str, str]] = {}
     """Regular expressions, replaced one after another in the names of tensors in files."""
@@ -173,11 +148,11 @@ class DecoderConfig:
     partial_rotary_factor = 1.0
     """Part of the channels of a head that rotary positions rotate."""
 
+    rope_interleave = False
+    """Whether adjacent channels are rotated in pairs, instead of channels from both halves."""
+
     attention_bias = False
     """Whether the linear layers of attention have biases."""
-
-    output_bias = True
-    """Whether `attention_bias` is true for attention's output, too."""
 
     mlp_bias = False
     """Whether the linear layers of feed-forward networks have biases."""
@@ -223,12 +198,17 @@ class DecoderConfig:
         return max(self.max_position_embeddings, int(self.rope_scaling.factor * original))
 
     @property
+    def output_bias(self) -> bool:
+        """Whether the linear layer after attention has a bias."""
+        return self.attention_bias
+
+    @property
     def rotary_dim(self) -> int:
         """The number of rotated channels in a head."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     def map_experts(self, name: str) -> Mapper | None:
-        """Return the mapper for an experts' parameter that files have in a form of the family's own, or None."""
+        """Return the mapper for an experts' parameter that files have in another form, or None."""
         return None
 
     @classmethod
@@ -246,11 +226,6 @@ class DecoderConfig:
         """Convert a complete `config.json` with this class's keys to its form in files."""
         return config
 
-    def has_bias(self, projection: str) -> bool:
-        """Return whether a linear layer, called as in transformers (`q_proj`), has a bias."""
-        is_mlp = projection in ("gate_proj", "up_proj", "down_proj")
-        return self.mlp_bias if is_mlp else self.attention_bias and (self.output_bias or projection != "o_proj")
-
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a token attends to in a layer, itself included; None: all before it."""
         return None
@@ -259,12 +234,12 @@ class DecoderConfig:
         """Return a layer's rotary positions; None: it has none."""
         if "rope_theta" in self.unused_keys:
             return None
-        if self.rope_scaling is None:
-            return Rope(self.rotary_dim, self.rope_theta)
-        from drawloom.components.model.decoder.rope_scaling import convert_to_kernel_scaling
+        scaling: Any = None
+        if self.rope_scaling is not None:
+            from drawloom.components.model.decoder.rope_scaling import convert_to_kernel_scaling
 
-        scaling = convert_to_kernel_scaling(self.rope_scaling, self.max_position_embeddings)
-        return Rope(self.rotary_dim, self.rope_theta, scaling)
+            scaling = convert_to_kernel_scaling(self.rope_scaling, self.max_position_embeddings)
+        return Rope(self.rotary_dim, self.rope_theta, scaling, self.rope_interleave)
 
     def mixer_spec_of(self, layer: int) -> MixerSpec:
         """Return the specification for a layer's attention: here with grouped queries."""
@@ -400,7 +375,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Family:
-    """A family of models in files, which its component declares: the config class, and the keys in a `config.json`."""
+    """Declarations in a family's component: its config class, and its keys in a `config.json`."""
 
     config_type: ClassVar[type[DecoderConfig]]
     """The config class."""
@@ -421,7 +396,7 @@ class Family:
     """Whether a config may leave out head sizes without a default."""
 
     other_types: ClassVar[tuple[str, ...]] = ()
-    """Other values of `model_type` in files."""
+    """Further names in files for `model_type`."""
 
     nested_types: ClassVar[Mapping[str, str]] = {}
     """

@@ -1,10 +1,11 @@
 """Configs for decoders with experts."""
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from drawloom import above, at_least, setting
 from drawloom.components.model.decoder.branch_specs import ExpertSpec
-from drawloom.components.model.decoder.config import DecoderConfig, size_setting, training_setting
+from drawloom.components.model.decoder.config import DecoderConfig, Pairs, size_setting, training_setting
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.ports import Settings
@@ -30,7 +31,7 @@ class ExpertsConfig(DecoderConfig):
     layers.
     """
 
-    maxima = (("num_experts_per_tok", "num_experts"),)
+    maxima: ClassVar[Pairs] = (("num_experts_per_tok", "num_experts"),)
 
     intermediate_size: int = size_setting("intermediate_size", "inner width of an expert")
     num_experts: int = size_setting("num_experts", "number of routed experts per layer")

@@ -70,11 +70,11 @@ class SharedKeysAttention(TensorParallel):
 
     def __init__(self, architecture: DecoderConfig, spec: AttentionSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, unit, has_bias = architecture.hidden_size, spec.head_dim, architecture.has_bias
+        outer, unit, bias = architecture.hidden_size, spec.head_dim, architecture.attention_bias
         inner = spec.num_attention_heads * unit
-        self.q_proj = Linear(outer, inner, kernels, has_bias("q_proj"), unit=unit)
+        self.q_proj = Linear(outer, inner, kernels, bias, unit=unit)
         self.q_norm = RMSNorm(unit, architecture.rms_norm_eps, kernels)
-        self.o_proj = Linear(inner, outer, kernels, has_bias("o_proj"), "rowwise", unit, is_residual=True)
+        self.o_proj = Linear(inner, outer, kernels, architecture.output_bias, "rowwise", unit, is_residual=True)
         self.spec = spec
         self.kernels = kernels
 

@@ -44,20 +44,26 @@ class LatentAttention(TensorParallel):
 
     def __init__(self, architecture: DecoderConfig, spec: LatentSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, has_bias, heads = architecture.hidden_size, architecture.has_bias, spec.num_attention_heads
+        outer, bias, heads = architecture.hidden_size, architecture.attention_bias, spec.num_attention_heads
         unit, kv_unit = spec.qk_nope_head_dim + spec.rope_dim, spec.qk_nope_head_dim + spec.v_head_dim
         if not spec.q_lora_rank:
             self.q_proj = Linear(outer, heads * unit, kernels, unit=unit)
         else:
-            self.q_a_proj = Linear(outer, spec.q_lora_rank, kernels, has_bias("q_a_proj"), "whole")
+            self.q_a_proj = Linear(outer, spec.q_lora_rank, kernels, bias, "whole")
             self.q_a_layernorm = RMSNorm(spec.q_lora_rank, LATENT_EPS, kernels)
             self.q_b_proj = Linear(spec.q_lora_rank, heads * unit, kernels, unit=unit)
         latent = spec.kv_lora_rank + spec.rope_dim
-        self.kv_a_proj_with_mqa = Linear(outer, latent, kernels, has_bias("kv_a_proj_with_mqa"), "whole")
+        self.kv_a_proj_with_mqa = Linear(outer, latent, kernels, bias, "whole")
         self.kv_a_layernorm = RMSNorm(spec.kv_lora_rank, LATENT_EPS, kernels)
         self.kv_b_proj = Linear(spec.kv_lora_rank, heads * kv_unit, kernels, unit=kv_unit)
         self.o_proj = Linear(
-            heads * spec.v_head_dim, outer, kernels, has_bias("o_proj"), "rowwise", spec.v_head_dim, is_residual=True
+            heads * spec.v_head_dim,
+            outer,
+            kernels,
+            architecture.output_bias,
+            "rowwise",
+            spec.v_head_dim,
+            is_residual=True,
         )
         self.spec = spec
         self.kernels = kernels

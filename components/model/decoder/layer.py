@@ -26,14 +26,14 @@ class Attention(TensorParallel):
 
     def __init__(self, architecture: DecoderConfig, spec: AttentionSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, unit, has_bias = architecture.hidden_size, spec.head_dim, architecture.has_bias
+        outer, unit, bias = architecture.hidden_size, spec.head_dim, architecture.attention_bias
         query_width, key_width = spec.num_attention_heads * unit, spec.num_key_value_heads * unit
         # With a gate, the rows of each head are followed by the rows of its gate.
         repeat = 2 if spec.attention_gate else 1
-        self.q_proj = Linear(outer, repeat * query_width, kernels, has_bias("q_proj"), unit=repeat * unit)
-        self.k_proj = Linear(outer, key_width, kernels, has_bias("k_proj"), unit=unit)
+        self.q_proj = Linear(outer, repeat * query_width, kernels, bias, unit=repeat * unit)
+        self.k_proj = Linear(outer, key_width, kernels, bias, unit=unit)
         if not spec.keys_as_values:
-            self.v_proj = Linear(outer, key_width, kernels, has_bias("v_proj"), unit=unit)
+            self.v_proj = Linear(outer, key_width, kernels, bias, unit=unit)
         eps, zero_centered = architecture.rms_norm_eps, architecture.zero_centered
         if spec.qk_norm == "head":
             self.q_norm = RMSNorm(unit, eps, kernels, zero_centered)
@@ -41,7 +41,7 @@ class Attention(TensorParallel):
         elif spec.qk_norm == "projection":
             self.q_norm = ProjectionNorm(query_width, eps, kernels, unit)
             self.k_norm = ProjectionNorm(key_width, eps, kernels, unit)
-        self.o_proj = Linear(query_width, outer, kernels, has_bias("o_proj"), "rowwise", unit, is_residual=True)
+        self.o_proj = Linear(query_width, outer, kernels, architecture.output_bias, "rowwise", unit, is_residual=True)
         if spec.attention_sinks:
             self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads))
         self.spec = spec
@@ -119,26 +119,19 @@ class GatedMlp(TensorParallel):
 
     def __init__(self, architecture: DecoderConfig, spec: MlpSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, inner, has_bias = architecture.hidden_size, spec.width, architecture.has_bias
+        outer, inner, bias = architecture.hidden_size, spec.width, architecture.mlp_bias
         for name in spec.activation.inner_projections:
-            self.add_module(name, Linear(outer, inner, kernels, has_bias(name)))
-        self.down_proj = Linear(inner, outer, kernels, has_bias("down_proj"), "rowwise", is_residual=True)
+            self.add_module(name, Linear(outer, inner, kernels, bias))
+        self.down_proj = Linear(inner, outer, kernels, bias, "rowwise", is_residual=True)
         self.activation = spec.activation
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """Map hidden states (..., hidden_size), of the parameters' dtype."""
-        return self.ranks.reduce_scatter_tokens(self.compute_partial_outputs(self.ranks.gather_tokens(hidden)))
-
-    def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
-        """Apply this rank's inner channels to all tokens' hidden states (..., hidden_size); return partial sums."""
-        products = (layer(hidden) for layer in self.list_inner_layers())
-        output: Tensor = self.down_proj(self.activation.apply(self.kernels, *products))
-        return output
-
-    def list_inner_layers(self) -> Sequence[Linear]:
-        """Return the linear layers before the activation."""
-        return [getattr(self, name) for name in self.activation.inner_projections]
+        hidden = self.ranks.gather_tokens(hidden)
+        products = [getattr(self, name)(hidden) for name in self.activation.inner_projections]
+        # Sums over this rank's inner channels.
+        return self.ranks.reduce_scatter_tokens(self.down_proj(self.activation.apply(self.kernels, products)))
 
 
 class Block(nn.Module):

@@ -11,17 +11,17 @@ import attrs
 from drawloom import at_least, setting
 from drawloom.components.model.decoder.branch_specs import DeltaSpec
 from drawloom.components.model.decoder.config import (
-    ATTENTION_BIAS,
-    WINDOW,
     DecoderConfig,
-    Join,
     rotary_factor_setting,
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.rope import Rope
-from drawloom.components.model.decoder.specs import PartSpec
+from drawloom.components.model.decoder.mapper import Join
+from drawloom.components.model.decoder.specs import PartSpec, Rope
 from drawloom.ports import ConfigJson
+
+ATTENTION_BIAS = "add biases to the linear layers of attention"
+WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -1,14 +1,36 @@
 """Specifications for common parts in layers, attention and feed-forward networks, and a layer's context."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import attrs
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.rope import Rope
 from drawloom.ports import PLAIN_ATTENTION, AttentionOptions, Kernels
+
+if TYPE_CHECKING:
+    from drawloom.kernels.rope.frequencies import Scaling
+
+
+@attrs.frozen
+class Rope:
+    """
+    A layer's rotary positions: a head's first `dim` channels are rotated.
+
+    Channel i is paired with channel i + dim // 2, or, if `interleaved`, channel 2 i with 2 i + 1.
+    """
+
+    dim: int
+    base: float
+    scaling: "Scaling" = None
+    interleaved: bool = False
+
+    def compute_cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, float32 (rows, length, dim // 2), for integer positions (rows, length)."""
+        from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin  # a check computes no angles
+
+        return compute_rope_cos_and_sin(positions, self.dim, self.base, self.scaling)
 
 
 class PartSpec:
@@ -101,15 +123,15 @@ class SwiGlu:
     """
     The activation silu(gate) * up in a feed-forward network or experts.
 
-    `inner_projections` are the linear layers before it, which experts have in one matrix, `expert_matrix`.
+    `inner_projections` are the linear layers before it; experts join them in one matrix, `expert_matrix`.
     """
 
     inner_projections: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
     expert_matrix: ClassVar[str] = "gate_up_proj"
 
-    def apply(self, kernels: Kernels, *products: Tensor) -> Tensor:
+    def apply(self, kernels: Kernels, products: Sequence[Tensor]) -> Tensor:
         """Return (..., width) for the inner projections' products, each (..., width)."""
-        return kernels.swiglu(*products)
+        return kernels.swiglu(products[0], products[1])
 
     def apply_and_scale(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
         """Return (rows, width), times scale (rows,), for experts' joined products (rows, projections * width)."""

@@ -95,23 +95,25 @@ def add_outer_modules(whole: nn.Module, parts: Parts, calls: Sequence[nn.Module]
     """
     Add the outermost modules of the base model before and after the layers to the parts.
 
-    `calls` are all modules that a pass through the base model calls, in order. Modules without parameters, such as
-    rotary angles, and modules called between layers, are part of every stage.
+    `calls` are all modules that a pass through the base model calls, in order. Modules before the layers without
+    parameters, such as rotary angles, and modules called between layers belong to every stage.
     """
     path = parts.layers.split(".")
     owners = {".".join(path[:count]) for count in range(1, len(path))}
     inner = owners | {parts.layers, parts.embedding}
     outer = [
-        (name, part)
-        for name, part in whole.named_modules()
-        if name.rpartition(".")[0] in owners and name not in inner and any(True for _ in part.parameters())
+        (name, part) for name, part in whole.named_modules() if name.rpartition(".")[0] in owners and name not in inner
     ]
     layers: Any = whole.get_submodule(parts.layers)
     indices = [index for index, part in enumerate(calls) if part in {*layers}] or [len(calls)]
     before, after = calls[: indices[0]], calls[indices[-1] :]
     return attrs.evolve(
         parts,
-        before=tuple(name for name, part in outer if part in before and part not in calls[indices[0] :]),
+        before=tuple(
+            name
+            for name, part in outer
+            if part in before and part not in calls[indices[0] :] and any(True for _ in part.parameters())
+        ),
         after=tuple(name for name, part in outer if part in after and part not in calls[: indices[-1]]),
     )
 

@@ -6,11 +6,9 @@ from drawloom import at_least, component, setting
 from drawloom.components.model.declarations import (
     DecoderBuilder,
     InvalidSetting,
-    training_setting,
-)
-from drawloom.components.model.decoder.expert_config import (
     MoeConfig,
     find_dense_width_faults,
+    training_setting,
 )
 from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.ports import Settings
