@@ -5,6 +5,7 @@ from drawloom.components.model.declarations import (
     DecoderBuilder,
     SigmoidExpertsConfig,
     training_setting,
+    window_setting,
 )
 
 
@@ -13,11 +14,7 @@ class Dots1Config(SigmoidExpertsConfig):
 
     qk_norm = "head"
 
-    sliding_window: int | None = training_setting(
-        "number of tokens that a token attends to in the last layers, including itself; default: all before it",
-        default=None,
-        check=at_least(1),
-    )
+    sliding_window: int | None = window_setting()
     max_window_layers: int = training_setting("index of the first layer with a window", default=62, check=at_least(0))
 
     def window_of(self, layer: int) -> int | None:

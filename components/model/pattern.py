@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom import at_least, component, setting
+from drawloom import component, setting
 from drawloom.components.model.declarations import (
-    WINDOW,
     Branch,
     ChannelDeltaSpec,
     ConnectedBranch,
@@ -21,6 +20,7 @@ from drawloom.components.model.declarations import (
     StateSpaceSpec,
     size_setting,
     training_setting,
+    window_setting,
 )
 from drawloom.ports import ConfigJson, Settings
 
@@ -58,7 +58,7 @@ class PatternConfig(DeltaConfig):
         "heads and state are linear_num_key_heads, linear_num_value_heads and linear_key_head_dim), conv (gated short "
         "convolution)"
     )
-    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
+    sliding_window: int = window_setting(4096)
     use_qk_norm: bool = setting("apply RMSNorm to queries and keys by head", default=True)
     residual: Literal["plain", "hyper", "constrained"] = setting(
         "residual connections: to one stream, or to residual_streams by learned weights (hyper-connections), also "

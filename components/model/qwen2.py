@@ -2,10 +2,10 @@
 
 from drawloom import at_least, component
 from drawloom.components.model.declarations import (
-    WINDOW,
     DecoderBuilder,
     DecoderConfig,
     training_setting,
+    window_setting,
 )
 
 
@@ -16,7 +16,7 @@ class Qwen2Config(DecoderConfig):
     output_bias = False
 
     use_sliding_window: bool = training_setting("use a sliding window in the last layers", default=False)
-    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
+    sliding_window: int = window_setting(4096)
     max_window_layers: int = training_setting("index of the first layer with a window", default=28, check=at_least(0))
 
     def window_of(self, layer: int) -> int | None:

@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from drawloom import at_least, component
+from drawloom import component
 from drawloom.components.model.declarations import (
-    WINDOW,
     DecoderBuilder,
     Rope,
     periodic_setting,
     training_setting,
+    window_setting,
 )
 from drawloom.components.model.llama import LlamaConfig
 
@@ -33,7 +33,7 @@ class SmolLm3Config(LlamaConfig):
     use_sliding_window: bool = training_setting(
         "use a sliding window in layers without rotary positions", default=False
     )
-    sliding_window: int | None = training_setting(f"{WINDOW}; default: all before it", default=None, check=at_least(1))
+    sliding_window: int | None = window_setting()
 
     def rope_of(self, layer: int) -> Rope | None:
         return super().rope_of(layer) if self.no_rope_layers[layer] else None

@@ -3,7 +3,7 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 694_172,
+    "tokens of the source": 694_116,
     "files that name float8 outside its folder": 8,
     "code lines imported by check": 11_927,
     "code lines imported by run": 18_991,

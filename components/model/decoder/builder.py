@@ -77,7 +77,7 @@ def find_setting_faults(family: type[Family], settings: Settings, has_tokenizer:
     if "vocab_size" not in given and not has_tokenizer:
         instead = "add a [tokenizer], or write the number of its ids: vocab_size = 50304, for example"
         yield InvalidSetting("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
-    complete = family.constants | derive_head_sizes(given) | given
+    complete = family.key_defaults | derive_head_sizes(given) | given
     width, heads = given.get("hidden_size", 0), given.get("num_attention_heads", 1)
     if "head_dim" not in given and width % heads:
         why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
@@ -134,7 +134,7 @@ def _fill_derived_defaults(family: type[Family], settings: Settings, tokens: int
         # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
         multiple = settings["vocabulary_multiple"]
         given.setdefault("vocab_size", -(-tokens // multiple) * multiple)
-    sizes = family.constants | given
+    sizes = family.key_defaults | given
     if sizes.get("moe_intermediate_size"):
         # The size of layers without experts: if it was left out there are none, and only exports show it.
         given.setdefault("intermediate_size", sizes["num_experts_per_tok"] * sizes["moe_intermediate_size"])
@@ -344,7 +344,7 @@ class DecoderBuilder(DecoderModel, Family):
             setattr(cls, "rope_parameters", setting(doc, default=None, impact="changes_training"))  # noqa: B010
             cls.__annotations__["rope_parameters"] = RopeScaling | None
         for key, field in cls.keys.items():
-            default, doc = cls.constants.get(key), field.metadata["doc"]
+            default, doc = cls.key_defaults.get(key), field.metadata["doc"]
             if default is not None:
                 doc += f"; default: {f'{default:g}' if isinstance(default, float) else dump_toml(default)}"
             # Some keys are also properties of the built model.

@@ -416,7 +416,7 @@ class Family:
     required_keys: ClassVar[list[str]]
     """The keys without a default."""
 
-    constants: ClassVar[ConfigJson]
+    key_defaults: ClassVar[ConfigJson]
     """The keys' defaults, except those that depend on other keys or on the tokenizer."""
 
     def __init_subclass__(cls) -> None:
@@ -439,7 +439,7 @@ class Family:
         }
         defaults = {key: field.default for key, field in cls.keys.items()}
         cls.required_keys = [key for key, default in defaults.items() if default is attrs.NOTHING]
-        cls.constants = {key: default for key, default in defaults.items() if isinstance(default, int | float | None)}
+        cls.key_defaults = {key: value for key, value in defaults.items() if isinstance(value, int | float | None)}
 
     @classmethod
     def build_config(cls, architecture: DecoderConfig) -> ConfigJson:

@@ -21,7 +21,6 @@ from drawloom.components.model.decoder.specs import PartSpec, Rope
 from drawloom.ports import ConfigJson
 
 ATTENTION_BIAS = "add biases to the linear layers of attention"
-WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -49,14 +48,17 @@ def layer_types_setting(period: int, other: str = SLIDING) -> Any:
     return periodic_setting(doc, period, other)
 
 
+def window_setting(default: int | None = None) -> Any:
+    """Declare `sliding_window`; None stands for no window."""
+    doc = "number of tokens that a token attends to in layers with a window, including itself"
+    suffix = "; default: all before it" if default is None else ""
+    return training_setting(f"{doc}{suffix}", default=default, check=at_least(1))
+
+
 class WindowConfig(DecoderConfig):
     """Config with an optional sliding window in all layers."""
 
-    sliding_window: int | None = training_setting(
-        "number of tokens that a token attends to, including itself; default: all before it",
-        default=None,
-        check=at_least(1),
-    )
+    sliding_window: int | None = window_setting()
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window
@@ -69,7 +71,7 @@ class LayerTypesConfig(DecoderConfig):
     `layer_types` may be longer than the model.
     """
 
-    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
+    sliding_window: int = window_setting(4096)
     layer_types: SlidingTypes = layer_types_setting(4)
 
     def window_of(self, layer: int) -> int | None:

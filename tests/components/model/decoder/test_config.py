@@ -86,7 +86,7 @@ def test_key_without_documentation_is_refused() -> None:
 def test_defaults_fit_their_own_declarations() -> None:
     """Our defaults and transformers' pass the type and the check of their key, in all families."""
     for kind in dict.fromkeys(FAMILIES.values()):
-        for key, value in [*kind.constants.items(), *kind.hf_defaults.items()]:
+        for key, value in [*kind.key_defaults.items(), *kind.hf_defaults.items()]:
             field = kind.keys[key]
             assert CONVERTER.structure(value, field.type, field.metadata["check"])[1] == [], (kind, key)
 
