@@ -248,7 +248,7 @@ class LoraExperts(Experts, AdaptedLayer):
     def __init__(self, base: Experts, options: LoraOptions, adapted: Sequence[str]) -> None:
         nn.Module.__init__(self)
         self.num_experts, self.kernels, self.spec = base.num_experts, base.kernels, base.spec
-        for name in self.matrices if base.spec.biases else ():
+        for name in self.matrices if base.spec.expert_biases else ():
             self.register_parameter(f"{name}_bias", getattr(base, f"{name}_bias"))
         self.options = options
         self.adapted = [name for name in self.matrices if name in adapted]  # in PEFT's order

@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from drawloom.components.experts.local import LocalExperts
-from drawloom.components.model.decoder.branch_specs import SwiGlu
 from drawloom.components.model.decoder.experts import Experts, Router, SharedGate, SparseMoeBlock
 from drawloom.components.model.decoder.layer import Attention, Block, GatedMlp
-from drawloom.components.model.decoder.specs import Branch
+from drawloom.components.model.decoder.specs import Branch, LayerContext, SwiGlu
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.data_shard import find_untied_heads
 from drawloom.kernels.float8.eager import Float8Kernels, Float8Rows
@@ -106,16 +105,19 @@ class Float8Attention(Float8Module, Attention):
 class Float8Mlp(Float8Module, GatedMlp):
     """Gated feed-forward network as one operation."""
 
-    def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
+        """Map hidden states (..., hidden_size)."""
         if not self.list_joint_layers():
-            return super().compute_partial_outputs(hidden)
+            return super().forward(hidden, context)
         gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        hidden = self.ranks.gather_tokens(hidden)
         with accept_rounded_inputs():
-            return mlp_float8(self.float8, hidden.to(gate.dtype), gate, up, down)
+            outputs = mlp_float8(self.float8, hidden.to(gate.dtype), gate, up, down)
+        return self.ranks.reduce_scatter_tokens(outputs)
 
     def list_joint_layers(self) -> Sequence[Linear]:
         """Return gate and up, if the whole network is one operation."""
-        is_joint = self.activation == "silu" and all(map(_is_plain, (self.gate_proj, self.up_proj, self.down_proj)))
+        is_joint = self.activation == SwiGlu() and all(map(_is_plain, (self.gate_proj, self.up_proj, self.down_proj)))
         return (self.gate_proj, self.up_proj) if is_joint else ()
 
 
@@ -183,7 +185,7 @@ def find_float8_candidates(module: nn.Module) -> dict[str, Candidate]:
 
 def _can_use_float8(layer: Candidate) -> bool:
     if isinstance(layer, Experts):
-        return not (isinstance(layer, AdaptedLayer) or layer.spec.biases or layer.spec.activation != SwiGlu())
+        return not (isinstance(layer, AdaptedLayer) or layer.spec.expert_biases or layer.spec.activation != SwiGlu())
     return not isinstance(layer, Router | SharedGate)
 
 

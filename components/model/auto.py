@@ -41,8 +41,8 @@ FAMILIES: dict[str, type[DecoderBuilder]] = {
     model_type: kind
     for module in MODULES
     for kind in vars(import_module(f"{__package__}.{module}")).values()
-    if isinstance(kind, type) and issubclass(kind, DecoderBuilder) and "family" in vars(kind)
-    for model_type in (kind.family.model_type, *kind.family.other_types, *kind.family.nested_types)
+    if isinstance(kind, type) and issubclass(kind, DecoderBuilder) and "config_type" in vars(kind)
+    for model_type in (kind.model_type, *kind.other_types, *kind.nested_types)
 }
 """Model components by `model_type`."""
 
@@ -116,18 +116,18 @@ class AutoModel(FolderModel, DecoderModel):
     def read_sizes(cls, node: Any) -> Settings:
         with suppress(UserError, KeyError):  # a missing path is a problem of its own
             path = node.settings["path"]
-            return attrs.asdict(read_config(_find_builder_class(path).family, path), recurse=False)
+            return attrs.asdict(read_config(_find_builder_class(path), path), recurse=False)
         return {}
 
     @classmethod
-    def find_family(cls, node: Any) -> Family | None:
+    def find_family(cls, node: Any) -> type[Family] | None:
         with suppress(UserError, KeyError):
-            return _find_builder_class(node.settings["path"]).family
+            return _find_builder_class(node.settings["path"])
         return None
 
     @cached_property
-    def family(self) -> Family:
-        return _find_builder_class(self.path).family
+    def family(self) -> type[Family]:
+        return _find_builder_class(self.path)
 
     @property
     def config_settings(self) -> Settings:

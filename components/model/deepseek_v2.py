@@ -1,9 +1,7 @@
 """The component `model.deepseek_v2`: DeepSeek-V2 and V2-Lite (arXiv 2405.04434)."""
 
-import attrs
-
 from drawloom import component, setting
-from drawloom.components.model.declarations import DecoderBuilder, Family, Routing, config_class
+from drawloom.components.model.declarations import DecoderBuilder
 from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.ports import ConfigJson
 
@@ -11,17 +9,14 @@ GREEDY, GROUPED = "greedy", "group_limited_greedy"
 """Values of `topk_method` in files, without and with groups of experts."""
 
 
-@config_class
 class DeepseekV2Config(LatentConfig):
     """Config of DeepSeek-V2: latent attention, and experts by softmax scores, which are not normalised."""
 
+    norm_topk_prob = False
+    best_in_group = 1
+
     n_shared_experts: int = 2
     mlp_bias: bool = setting("add biases to the linear layers of feed-forward networks", default=False)
-
-    @property
-    def routing(self) -> Routing:
-        """Routing by softmax scores within the groups with the best experts."""
-        return attrs.evolve(super().routing, norm_topk_prob=False, best_in_group=1)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
@@ -45,10 +40,8 @@ class DeepseekV2(DecoderBuilder):
     A load-balancing loss over the tokens of a row balances the experts.
     """
 
-    family = Family(
-        DeepseekV2Config,
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64},
-        fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
-    )
+    config_type = DeepseekV2Config
+    model_type = "deepseek_v2"
+    class_name = "DeepseekV2ForCausalLM"
+    hf_defaults = {"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64}
+    fixed = {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1}

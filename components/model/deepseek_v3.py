@@ -2,18 +2,13 @@
 
 from collections.abc import Iterator
 
-import attrs
-
 from drawloom import component, setting
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
     GroupedExpertsConfig,
     InvalidSetting,
     LatentSpec,
-    Rope,
     SigmoidExpertsConfig,
-    config_class,
     latent_score_multiplier,
     size_setting,
     training_setting,
@@ -21,7 +16,6 @@ from drawloom.components.model.declarations import (
 from drawloom.ports import AttentionOptions, Settings
 
 
-@config_class
 class LatentConfig(GroupedExpertsConfig):
     """
     Config for multi-head latent attention and grouped experts.
@@ -47,19 +41,11 @@ class LatentConfig(GroupedExpertsConfig):
     )
     attention_bias: bool = setting("add biases to the projections to latents and to the output", default=False)
 
-    def rope_of(self, layer: int) -> Rope | None:
-        rope = super().rope_of(layer)
-        return rope and attrs.evolve(rope, interleaved=self.rope_interleave)
-
     def mixer_spec_of(self, layer: int) -> LatentSpec:
         scale = (self.qk_nope_head_dim + self.head_dim) ** -0.5 * latent_score_multiplier(self.rope_scaling)
-        return LatentSpec(
-            heads=self.num_attention_heads,
-            nope_dim=self.qk_nope_head_dim,
+        return LatentSpec.from_config(
+            self,
             rope_dim=self.head_dim,
-            v_dim=self.v_head_dim,
-            kv_rank=self.kv_lora_rank,
-            query_rank=self.q_lora_rank or None,
             rope=self.rope_of(layer),
             options=AttentionOptions(scale=scale),
         )
@@ -78,7 +64,6 @@ class LatentConfig(GroupedExpertsConfig):
             yield InvalidSetting("num_key_value_heads", why, "leave it out")
 
 
-@config_class
 class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     """Config of DeepSeek-V3. Without `rope_interleave`, halves of channels are rotated instead of adjacent pairs."""
 
@@ -95,21 +80,19 @@ class DeepseekV3(DecoderBuilder):
     Moonlight, Kimi K2 and the text model of Kimi K2.5 are of this family, too.
     """
 
-    family = Family(
-        DeepseekV3Config,
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        hf_defaults={
-            "max_position_embeddings": 4096,
-            "rope_theta": 1e4,
-            "head_dim": 64,
-            "n_group": 8,
-            "topk_group": 4,
-            "first_k_dense_replace": 3,
-            "routed_scaling_factor": 2.5,
-            "num_experts_per_tok": 8,
-        },
-        other_types=("kimi_k2",),
-        nested_types={"kimi_k25": "model.language_model."},
-        ignored=("*vision_tower.*", "*mm_projector.*"),
-    )
+    config_type = DeepseekV3Config
+    model_type = "deepseek_v3"
+    class_name = "DeepseekV3ForCausalLM"
+    hf_defaults = {
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e4,
+        "head_dim": 64,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "num_experts_per_tok": 8,
+    }
+    other_types = ("kimi_k2",)
+    nested_types = {"kimi_k25": "model.language_model."}
+    ignored = ("*vision_tower.*", "*mm_projector.*")

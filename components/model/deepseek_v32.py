@@ -7,10 +7,7 @@ import attrs
 from drawloom import at_least, component
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
-    InvalidSetting,
     SparseLatentSpec,
-    config_class,
     size_setting,
     training_setting,
 )
@@ -19,11 +16,11 @@ from drawloom.components.model.glm4_moe_lite import Glm4MoeLiteConfig
 from drawloom.ports import Settings
 
 
-@config_class
 class DeepseekV32Config(Glm4MoeLiteConfig):
     """Config of DeepSeek-V3.2: latent attention to tokens chosen by an indexer."""
 
     unused_keys = ("rope_interleave",)
+    maxima = (*Glm4MoeLiteConfig.maxima, ("head_dim", "index_head_dim"))
 
     q_lora_rank: int = size_setting("hidden_size", "width of the latent of queries", default=1536)
     index_topk: int = size_setting(
@@ -40,11 +37,10 @@ class DeepseekV32Config(Glm4MoeLiteConfig):
     indexer_warmup: bool = training_setting("attend to all tokens while the indexer learns", default=False)
 
     def mixer_spec_of(self, layer: int) -> SparseLatentSpec:
-        return SparseLatentSpec(
+        return SparseLatentSpec.from_config(
+            self,
             **attrs.asdict(super().mixer_spec_of(layer), recurse=False),
             chosen=None if self.indexer_warmup else self.index_topk,
-            index_heads=self.index_n_heads,
-            index_dim=self.index_head_dim,
             loss_coef=self.indexer_loss_coef / self.num_hidden_layers,
         )
 
@@ -54,22 +50,13 @@ class DeepseekV32Config(Glm4MoeLiteConfig):
         if dimension == "context":
             yield "the indexer chooses among all tokens of a row"
 
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        yield from super().find_faults(given)
-        if given["index_head_dim"] < given["head_dim"]:
-            why = f"index_head_dim = {given['index_head_dim']} is less than the {given['head_dim']} rotated channels"
-            yield InvalidSetting("index_head_dim", why, f"write {given['head_dim']}, or more")
-
 
 @component(impact="incompatible")
 class DeepseekV32(DecoderBuilder):
     """A DeepSeek-V3.2 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        DeepseekV32Config,
-        "deepseek_v32",
-        "DeepseekV32ForCausalLM",
-        hf_defaults={**DeepseekV3.family.hf_defaults, "max_position_embeddings": 163_840},
-        has_classifier=False,
-    )
+    config_type = DeepseekV32Config
+    model_type = "deepseek_v32"
+    class_name = "DeepseekV32ForCausalLM"
+    hf_defaults = {**DeepseekV3.hf_defaults, "max_position_embeddings": 163_840}
+    has_classifier = False

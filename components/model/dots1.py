@@ -3,24 +3,18 @@
 from drawloom import at_least, component
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
     SigmoidExpertsConfig,
-    config_class,
     training_setting,
+    window_setting,
 )
 
 
-@config_class
 class Dots1Config(SigmoidExpertsConfig):
     """Config of dots.llm1: Qwen3's attention, DeepSeek-V3's experts, and windows in the last layers."""
 
     qk_norm = "head"
 
-    sliding_window: int | None = training_setting(
-        "number of tokens that a token attends to in the last layers, including itself; default: all before it",
-        default=None,
-        check=at_least(1),
-    )
+    sliding_window: int | None = window_setting()
     max_window_layers: int = training_setting("index of the first layer with a window", default=62, check=at_least(0))
 
     def window_of(self, layer: int) -> int | None:
@@ -37,17 +31,15 @@ class Dots1(DecoderBuilder):
     tokens of a row and a z-loss are added if their coefficients are set.
     """
 
-    family = Family(
-        Dots1Config,
-        "dots1",
-        "Dots1ForCausalLM",
-        hf_defaults={
-            "norm_topk_prob": False,
-            "max_position_embeddings": 2048,
-            "sliding_window": 4096,
-            "rope_theta": 1e4,
-            "num_key_value_heads": 32,
-        },
-        fixed={"attention_bias": False},
-        has_classifier=False,
-    )
+    config_type = Dots1Config
+    model_type = "dots1"
+    class_name = "Dots1ForCausalLM"
+    hf_defaults = {
+        "norm_topk_prob": False,
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "rope_theta": 1e4,
+        "num_key_value_heads": 32,
+    }
+    fixed = {"attention_bias": False}
+    has_classifier = False

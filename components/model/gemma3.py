@@ -3,27 +3,27 @@
 from drawloom import above, component, setting
 from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
+    FULL,
+    SLIDING,
     DecoderBuilder,
-    Family,
-    Norms,
+    GeGlu,
     RopeByTypeConfig,
     SlidingTypes,
-    alternate_layer_types,
-    config_class,
-    fill_layer_list,
     layer_types_setting,
     size_setting,
     training_setting,
 )
-from drawloom.ports import ConfigJson
 
 
-@config_class
 class GemmaConfig(RopeByTypeConfig):
     """Config of Gemma 3 and 4: four norms per layer, layers with a window, and scaled embeddings."""
 
     qk_norm = "head"
-    activation = "gelu_tanh"
+    norms = (
+        ("input_layernorm", "post_attention_layernorm"),
+        ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    )
+    activation = GeGlu()
     sliding_theta_key = "rope_local_base_freq"
     rounds_embedding_multiplier = True  # as in transformers
 
@@ -37,16 +37,12 @@ class GemmaConfig(RopeByTypeConfig):
     def embedding_multiplier(self) -> float:  # type: ignore[override]
         return float(self.hidden_size**0.5)
 
-    def norms_of(self, layer: int) -> tuple[Norms, Norms]:
-        mlp = "pre_feedforward_layernorm", "post_feedforward_layernorm"
-        return ("input_layernorm", "post_attention_layernorm"), mlp
 
-
-@config_class
 class Gemma3Config(GemmaConfig):
     """Config of Gemma 3: zero-centered norms, and five layers with a window to one without."""
 
     zero_centered = True
+    periods = {"layer_types": ("sliding_window_pattern", SLIDING, FULL)}
 
     layer_types: SlidingTypes = layer_types_setting(6)
     query_pre_attn_scalar: int = size_setting(
@@ -57,14 +53,8 @@ class Gemma3Config(GemmaConfig):
     )
 
     @property
-    def attention_score_scale(self) -> float:
+    def attention_score_scale(self) -> float:  # type: ignore[override]
         return float(self.query_pre_attn_scalar**-0.5)
-
-    @classmethod
-    def read_keys(cls, config: ConfigJson) -> ConfigJson:
-        """Derive missing layer types from `sliding_window_pattern`, beside the inherited conversion."""
-        interval = config.get("sliding_window_pattern")
-        return fill_layer_list(super().read_keys(config), "layer_types", interval, alternate_layer_types)
 
 
 GELU = "gelu_pytorch_tanh"
@@ -74,26 +64,23 @@ GELU = "gelu_pytorch_tanh"
 class Gemma3(DecoderBuilder):
     """A Gemma 3 language model for text, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Gemma3Config,
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        hf_defaults={
-            "max_position_embeddings": 131_072,
-            "rope_theta": 1e6,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "vocab_size": 262_208,
-        },
-        fixed={
-            "hidden_act": GELU,
-            "hidden_activation": GELU,
-            "final_logit_softcapping": None,
-            "attn_logit_softcapping": None,
-            "use_bidirectional_attention": False,
-        },
-        derives_head_dim=False,
-        nested_types={"gemma3": "model.language_model."},
-        ignored=("*vision_tower.*", "*multi_modal_projector.*"),
-    )
+    config_type = Gemma3Config
+    model_type = "gemma3_text"
+    class_name = "Gemma3ForCausalLM"
+    hf_defaults = {
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1e6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+    }
+    fixed = {
+        "hidden_act": GELU,
+        "hidden_activation": GELU,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    }
+    nested_types = {"gemma3": "model.language_model."}
+    ignored = ("*vision_tower.*", "*multi_modal_projector.*")

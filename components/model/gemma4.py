@@ -11,18 +11,14 @@ from drawloom.components.model.declarations import (
     FULL,
     Branch,
     DecoderBuilder,
-    Family,
-    GeGlu,
     InvalidSetting,
     MlpSpec,
     MoeConfig,
-    NormedRouting,
     PartSpec,
     PerLayerInputSpec,
     Rope,
     SlidingTypes,
-    alternate_layer_types,
-    config_class,
+    alternate_by_layer,
     find_head_count_faults,
     rotary_factor_setting,
     size_setting,
@@ -50,7 +46,6 @@ UNIFIED = {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_positi
 """Defaults for text models in gemma4_unified."""
 
 
-@config_class
 class Gemma4Config(GemmaConfig, MoeConfig):
     """
     Config of Gemma 4: layers with full attention have other heads, whose keys may be the values, too.
@@ -63,6 +58,9 @@ class Gemma4Config(GemmaConfig, MoeConfig):
     renamed = {"num_experts_per_tok": "top_k_experts"}
     zero_is_null = EXPERTS
     stacks_experts = True
+    attention_score_scale = 1.0
+    router_name = "router"
+    shared_name = "mlp"
     renamed_tensors = {
         r"\.feed_forward\.router\.weight$": ".router.proj.weight",
         r"\.(feed_forward|per_layer)\.": ".",
@@ -74,7 +72,7 @@ class Gemma4Config(GemmaConfig, MoeConfig):
     layer_types: SlidingTypes = training_setting(
         "full_attention or sliding_attention for every layer, full for the last; default: every sixth, and the last",
         default=attrs.Factory(
-            lambda self: [*alternate_layer_types(self.num_hidden_layers, 6)[:-1], FULL], takes_self=True
+            lambda self: [*alternate_by_layer(self.num_hidden_layers, 6)[:-1], FULL], takes_self=True
         ),
     )
     sliding_window: int = 512
@@ -104,11 +102,7 @@ class Gemma4Config(GemmaConfig, MoeConfig):
     )
 
     @property
-    def attention_score_scale(self) -> float:
-        return 1.0
-
-    @property
-    def unread_tensors(self) -> tuple[str, ...]:
+    def unread_tensors(self) -> tuple[str, ...]:  # type: ignore[override]
         users = [layer for layer in range(self.num_hidden_layers) if self.key_layer_of(layer) != layer]
         parts = "k_proj", "v_proj", "k_norm"
         return tuple(f"model.layers.{layer}.self_attn.{part}.*" for layer in users for part in parts)
@@ -137,7 +131,7 @@ class Gemma4Config(GemmaConfig, MoeConfig):
             return spec
         shared = self.attention_k_eq_v
         heads = (shared and self.num_global_key_value_heads) or self.num_key_value_heads
-        return attrs.evolve(spec, head_dim=self.global_head_dim, kv_heads=heads, keys_as_values=shared)
+        return attrs.evolve(spec, head_dim=self.global_head_dim, num_key_value_heads=heads, keys_as_values=shared)
 
     def layer_has_experts(self, number: int) -> bool:
         return self.num_experts > 0
@@ -146,14 +140,10 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         is_wide = self.use_double_wide_mlp and self.key_layer_of(layer) != layer
         width = self.intermediate_size * (2 if is_wide else 1)
         if not self.num_experts:
-            return MlpSpec(width=width, activation=self.activation)
+            return MlpSpec.from_config(self, width=width)
         return attrs.evolve(
             self.expert_spec,
             part="gemma4:NormedMoeBlock",
-            routing=NormedRouting(eps=self.rms_norm_eps),
-            activation=GeGlu(),
-            router="router",
-            shared="mlp",
             shared_expert_width=width,
         )
 
@@ -179,7 +169,7 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         if given["num_experts"] and (missing := [key for key in EXPERTS if not given[key]]):
             yield InvalidSetting(missing[0], f"{missing[0]} is missing, and there are experts", "write it")
         layers, types = given["num_hidden_layers"], given.get("layer_types")
-        kinds = [*(types or alternate_layer_types(layers, 6))[: layers - 1], FULL]
+        kinds = [*(types or alternate_by_layer(layers, 6))[: layers - 1], FULL]
         if without := {*kinds} - {*kinds[: max(0, layers - given["num_kv_shared_layers"])]}:
             why = f"no layer before the last {given['num_kv_shared_layers']} has keys for {min(without)}"
             yield InvalidSetting("num_kv_shared_layers", why, "write fewer")
@@ -232,16 +222,18 @@ class Gemma4Config(GemmaConfig, MoeConfig):
 class Gemma4(DecoderBuilder):
     """A Gemma 4 language model for text, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Gemma4Config,
-        "gemma4_text",
-        "Gemma4ForCausalLM",
-        hf_defaults={"max_position_embeddings": 131_072, "num_attention_heads": 8, "num_key_value_heads": 4}
-        | {"head_dim": 256, "vocab_size": 262_144},
-        fixed={"hidden_act": GELU, "hidden_activation": GELU, "use_bidirectional_attention": None},
-        derives_head_dim=False,
-        other_types=("gemma4_unified_text",),
-        nested_types=dict.fromkeys(("gemma4", "gemma4_unified"), "model.language_model."),
-        ignored=("*vision_tower.*", "*vision_embedder.*", "*embed_vision.*", "*audio_tower.*", "*embed_audio.*"),
-        has_classifier=False,
-    )
+    config_type = Gemma4Config
+    model_type = "gemma4_text"
+    class_name = "Gemma4ForCausalLM"
+    hf_defaults = {
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_144,
+    }
+    fixed = {"hidden_act": GELU, "hidden_activation": GELU, "use_bidirectional_attention": None}
+    other_types = ("gemma4_unified_text",)
+    nested_types = dict.fromkeys(("gemma4", "gemma4_unified"), "model.language_model.")
+    ignored = ("*vision_tower.*", "*vision_embedder.*", "*embed_vision.*", "*audio_tower.*", "*embed_audio.*")
+    has_classifier = False

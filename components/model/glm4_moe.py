@@ -1,47 +1,36 @@
 """The component `model.glm4_moe`: GLM-4.5, 4.6 and 4.7 (GLM team 2025, arXiv 2508.06471)."""
 
-from typing import Literal
-
 from drawloom import component, setting
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
     SigmoidExpertsConfig,
-    config_class,
     rotary_factor_setting,
 )
 
 
-@config_class
 class Glm4MoeConfig(SigmoidExpertsConfig):
     """Config of GLM-4.5: DeepSeek-V3's experts, and attention in which a part of each head is rotated."""
+
+    qk_norm = "head"
+    output_bias = False
 
     rms_norm_eps: float = 1e-5
     partial_rotary_factor: float = rotary_factor_setting(0.5)
     use_qk_norm: bool = setting("apply RMSNorm to queries and keys by head", default=False)
     attention_bias: bool = setting("add biases to queries, keys and values", default=False)
 
-    @property
-    def qk_norm(self) -> Literal["none", "head", "projection"]:  # type: ignore[override]
-        return "head" if self.use_qk_norm else "none"
-
-    def has_bias(self, projection: str) -> bool:
-        return self.attention_bias and projection in ("q_proj", "k_proj", "v_proj")
-
 
 @component(impact="incompatible")
 class Glm4Moe(DecoderBuilder):
     """A GLM-4.5 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Glm4MoeConfig,
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        hf_defaults={
-            "max_position_embeddings": 131_072,
-            "rope_theta": 1e4,
-            "num_key_value_heads": 8,
-            "first_k_dense_replace": 1,
-        },
-        has_classifier=False,
-    )
+    config_type = Glm4MoeConfig
+    model_type = "glm4_moe"
+    class_name = "Glm4MoeForCausalLM"
+    hf_defaults = {
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1e4,
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 1,
+    }
+    has_classifier = False

@@ -1,12 +1,11 @@
 """The component `model.glm4_moe_lite`: GLM-4.7-Flash."""
 
 from drawloom import component
-from drawloom.components.model.declarations import DecoderBuilder, Family, config_class
+from drawloom.components.model.declarations import DecoderBuilder
 from drawloom.components.model.deepseek_v3 import DeepseekV3Config
 from drawloom.ports import ConfigJson
 
 
-@config_class
 class Glm4MoeLiteConfig(DeepseekV3Config):
     """Config of DeepSeek-V3's layers whose files list the layers with experts."""
 
@@ -32,21 +31,19 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
 class Glm4MoeLite(DecoderBuilder):
     """A GLM-4.7-Flash language model: DeepSeek-V3's layers with other sizes."""
 
-    family = Family(
-        Glm4MoeLiteConfig,
-        "glm4_moe_lite",
-        "Glm4MoeLiteForCausalLM",
-        hf_defaults={
-            "max_position_embeddings": 202_752,
-            "rope_theta": 1e4,
-            "rms_norm_eps": 1e-5,
-            "head_dim": 64,
-            "q_lora_rank": 768,
-            "qk_nope_head_dim": 192,
-            "v_head_dim": 256,
-            "routed_scaling_factor": 1.8,
-            "num_experts_per_tok": 4,
-            "first_k_dense_replace": 1,
-        },
-        has_classifier=False,
-    )
+    config_type = Glm4MoeLiteConfig
+    model_type = "glm4_moe_lite"
+    class_name = "Glm4MoeLiteForCausalLM"
+    hf_defaults = {
+        "max_position_embeddings": 202_752,
+        "rope_theta": 1e4,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 64,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "routed_scaling_factor": 1.8,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+    }
+    has_classifier = False

@@ -8,10 +8,8 @@ import attrs
 from drawloom import component
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
     InvalidSetting,
     SharedIndexSpec,
-    config_class,
     training_setting,
 )
 from drawloom.components.model.deepseek_v3 import LatentConfig
@@ -23,7 +21,6 @@ FULL: Literal["full"] = "full"
 SHARED: Literal["shared"] = "shared"
 
 
-@config_class
 class GlmDsaConfig(DeepseekV32Config):
     """Config of GLM-5: DeepSeek-V3.2's layers, of which some use an earlier layer's choice of tokens."""
 
@@ -74,17 +71,15 @@ class GlmDsaConfig(DeepseekV32Config):
 class GlmMoeDsa(DecoderBuilder):
     """A GLM-5 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        GlmDsaConfig,
-        "glm_moe_dsa",
-        "GlmMoeDsaForCausalLM",
-        hf_defaults={
-            **Glm4MoeLite.family.hf_defaults,
-            "first_k_dense_replace": 3,
-            "q_lora_rank": 2048,
-            "index_n_heads": 32,
-            "routed_scaling_factor": 2.5,
-            "num_experts_per_tok": 8,
-        },
-        has_classifier=False,
-    )
+    config_type = GlmDsaConfig
+    model_type = "glm_moe_dsa"
+    class_name = "GlmMoeDsaForCausalLM"
+    hf_defaults = {
+        **Glm4MoeLite.hf_defaults,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 2048,
+        "index_n_heads": 32,
+        "routed_scaling_factor": 2.5,
+        "num_experts_per_tok": 8,
+    }
+    has_classifier = False

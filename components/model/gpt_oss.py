@@ -1,23 +1,15 @@
 """The component `model.gpt_oss`: gpt-oss 20B and 120B (OpenAI 2025, arXiv 2508.10925)."""
 
-from collections.abc import Iterator
-
-import attrs
-
 from drawloom import above, component, setting
 from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
     ClampedSwiGlu,
     DecoderBuilder,
     ExpertsConfig,
-    ExpertSpec,
-    Family,
     LayerTypesConfig,
-    Routing,
     SlidingTypes,
     chunk,
     concatenate_blocks,
-    config_class,
     layer_types_setting,
     sequential,
     training_setting,
@@ -26,12 +18,14 @@ from drawloom.components.model.declarations import (
 from drawloom.ports import ConfigJson, Mapper
 
 
-@config_class
 class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     """Config of gpt-oss: attention sinks, windows in every other layer, and experts with biases and bounds."""
 
     renamed = {"num_experts": "num_local_experts"}
     attention_sinks = True
+    router_name = "router"
+    router_bias = True
+    expert_biases = True
 
     rope_theta: float = 150_000.0
     rms_norm_eps: float = 1e-5
@@ -42,24 +36,17 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     swiglu_limit: float = training_setting("bound of the experts' inner values", default=7.0, check=above(0))
 
     @property
-    def routing(self) -> Routing:
-        """Routing by a softmax over the chosen experts."""
-        return Routing(norm_topk_prob=True, linear_bias=True)
+    def activation(self) -> ClampedSwiGlu:  # type: ignore[override]
+        return ClampedSwiGlu(self.swiglu_alpha, self.swiglu_limit)
 
-    @property
-    def expert_spec(self) -> ExpertSpec:
-        activation = ClampedSwiGlu(self.swiglu_alpha, self.swiglu_limit)
-        return attrs.evolve(super().expert_spec, router="router", biases=True, activation=activation)
-
-    def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """Yield the mapper for an expert parameter: matrices are transposed, gate and up alternate by row."""
+    def map_experts(self, name: str) -> Mapper | None:
+        """Return the mapper for an expert parameter: matrices are transposed, gate and up alternate by row."""
         if name.endswith((".experts.gate_up_proj", ".experts.gate_up_proj_bias")):
             halves = [f"{name}.{half}" for half in ("gate", "up")]
             joined = concatenate_blocks(halves, name, self.intermediate_size, [1, 1], dim=1)
             transposed = () if name.endswith("_bias") else (transpose(name, 1, 2),)
-            yield sequential(chunk(name, halves, 1), joined, *transposed)
-        elif name.endswith(".experts.down_proj"):
-            yield transpose(name, 1, 2)
+            return sequential(chunk(name, halves, 1), joined, *transposed)
+        return transpose(name, 1, 2) if name.endswith(".experts.down_proj") else None
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
@@ -82,10 +69,7 @@ class GptOss(DecoderBuilder):
     Experts in MXFP4 are read as bfloat16, and exported so.
     """
 
-    family = Family(
-        GptOssConfig,
-        "gpt_oss",
-        "GptOssForCausalLM",
-        hf_defaults={"max_position_embeddings": 131_072, "head_dim": 64, "num_key_value_heads": 8},
-        derives_head_dim=False,
-    )
+    config_type = GptOssConfig
+    model_type = "gpt_oss"
+    class_name = "GptOssForCausalLM"
+    hf_defaults = {"max_position_embeddings": 131_072, "head_dim": 64, "num_key_value_heads": 8}

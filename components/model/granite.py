@@ -7,15 +7,12 @@ import attrs
 
 from drawloom import above, component
 from drawloom.components.model.declarations import (
-    Family,
     ParametrizedBuilder,
-    config_class,
     training_setting,
 )
 from drawloom.components.model.llama import LlamaConfig
 
 
-@config_class
 class GraniteConfig(LlamaConfig):
     """Config of Granite: Llama with factors for embeddings, attention scores, residual outputs and logits."""
 
@@ -28,7 +25,7 @@ class GraniteConfig(LlamaConfig):
     logits_scaling: float = training_setting("divisor of logits", default=1.0, check=above(0))
 
     @property
-    def attention_score_scale(self) -> float:
+    def attention_score_scale(self) -> float:  # type: ignore[override]
         return self.attention_multiplier
 
     @property
@@ -40,13 +37,11 @@ class GraniteConfig(LlamaConfig):
 class Granite(ParametrizedBuilder):
     """A Granite language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        GraniteConfig,
-        "granite",
-        "GraniteForCausalLM",
-        hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-6},
-        has_classifier=False,
-    )
+    config_type = GraniteConfig
+    model_type = "granite"
+    class_name = "GraniteForCausalLM"
+    hf_defaults = {"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-6}
+    has_classifier = False
     has_multipliers = True
 
     @cached_property

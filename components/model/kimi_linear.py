@@ -1,26 +1,20 @@
 """The component `model.kimi_linear`: Kimi Linear (Kimi team 2025, arXiv 2510.26692)."""
 
-from collections.abc import Iterator
-
 from drawloom import component
 from drawloom.components.model.declarations import (
     FULL,
+    JOINED_CONVOLUTION,
     LINEAR,
     MIXTRAL_EXPERTS,
     NO_POSITIONS,
     ChannelDeltaSpec,
     DecoderBuilder,
-    Family,
     LinearLayersConfig,
     PartSpec,
-    config_class,
-    join_convolutions,
-    sequential,
     size_setting,
-    unsqueeze,
 )
 from drawloom.components.model.glm4_moe_lite import Glm4MoeLiteConfig
-from drawloom.ports import ConfigJson, Mapper
+from drawloom.ports import ConfigJson
 
 NESTED = {
     "head_dim": "linear_head_dim",
@@ -30,7 +24,6 @@ NESTED = {
 """Sizes in `linear_attn_config`."""
 
 
-@config_class
 class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
     """Config of Kimi Linear: latent attention without positions, and Kimi Delta Attention in other layers."""
 
@@ -44,6 +37,8 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
         "num_experts_per_tok": "num_experts_per_token",
         "n_shared_experts": "num_shared_experts",
     }
+    joins_of_modules = (JOINED_CONVOLUTION,)
+    inserted_dims = {"A_log": (1, 0, 0)}  # to (1, 1, heads, 1)
     renamed_tensors = {
         r"\.self_attn\.in_proj_([qkvb])\.": r".self_attn.\1_proj.",
         r"\.self_attn\.conv_([qkv])$": r".self_attn.\1_conv1d.weight",
@@ -65,10 +60,10 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
             return super().mixer_of(layer)
         heads, width = self.linear_num_heads, self.linear_head_dim
         spec = ChannelDeltaSpec(
-            key_heads=heads,
-            value_heads=heads,
-            key_dim=width,
-            value_dim=width,
+            linear_num_key_heads=heads,
+            linear_num_value_heads=heads,
+            linear_key_head_dim=width,
+            linear_value_head_dim=width,
             rank=width,
             taps=self.linear_conv_kernel_dim,
             draws_time_steps=True,
@@ -97,25 +92,14 @@ class KimiLinearConfig(LinearLayersConfig, Glm4MoeLiteConfig):
         lists = {"full_attn_layers": layers[FULL], "kda_layers": layers[LINEAR]}
         return super().write_keys({**config, "linear_attn_config": nested | lists})
 
-    def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """Yield the mapper from decay rates (heads,) to (1, 1, heads, 1)."""
-        if name.endswith(".A_log"):
-            yield sequential(unsqueeze(name, 1), unsqueeze(name, 0), unsqueeze(name, 0))
-
-    def join_modules(self, name: str) -> Iterator[Mapper]:
-        yield from super().join_modules(name)
-        yield from join_convolutions(name)
-
 
 @component(impact="incompatible")
 class KimiLinear(DecoderBuilder):
     """A Kimi Linear language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        KimiLinearConfig,
-        "kimi_linear",
-        "KimiLinearForCausalLM",
-        hf_defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "num_experts_per_tok": 8},
-        fixed={"mla_use_nope": True, "moe_layer_freq": 1},
-        has_classifier=False,
-    )
+    config_type = KimiLinearConfig
+    model_type = "kimi_linear"
+    class_name = "KimiLinearForCausalLM"
+    hf_defaults = {"first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "num_experts_per_tok": 8}
+    fixed = {"mla_use_nope": True, "moe_layer_freq": 1}
+    has_classifier = False

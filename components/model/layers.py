@@ -132,7 +132,7 @@ class ProjectionNorm(RMSNorm, TensorParallel):
         """Normalise x (..., width), or this rank's channels of it, in its dtype."""
         if self.ranks.size == 1:
             return super().forward(x)
-        wide = x.to(_at_least_float32(x))
+        wide = x.to(at_least_float32(x))
         # Each rank divides its own channels by the norm of all, so both sums have to be over the ranks.
         squares = self.ranks.copy_to_ranks(self.ranks.all_reduce(wide.square().sum(-1, keepdim=True)))
         return (wide * (squares / self.width + self.eps).rsqrt() * self.weight.to(wide.dtype)).to(x.dtype)
@@ -241,7 +241,7 @@ class LinearHead(_Chunked):
         return self.ranks.gather_last_dimension(local, self.vocab_size)
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = at_least_float32(hidden)
         # The mean of the logits is the logit of the weight's mean row: one product with a vector.
         row = self.weight.sum(0, dtype=dtype) / self.vocab_size
         return self.ranks.all_reduce(self.ranks.copy_to_ranks(hidden.to(dtype)) @ row)
@@ -268,15 +268,15 @@ class ChunkedHead(_Chunked):
         return TokenLosses(losses if weights is None else losses * weights, both[..., 1])
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
-        return self.map_logits(lambda logits: logits.mean(-1, dtype=_at_least_float32(logits)), hidden)
+        return self.map_logits(lambda logits: logits.mean(-1, dtype=at_least_float32(logits)), hidden)
 
 
 def _gather_target_logit_and_lse(logits: Tensor, targets: Tensor) -> Tensor:
     """Return by token the target's logit (arbitrary if ignored) and the log-sum-exp: (tokens, 2), at least float32."""
-    wide = logits.to(_at_least_float32(logits))
+    wide = logits.to(at_least_float32(logits))
     return torch.stack([wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0], logsumexp_in_fixed_order(wide)], -1)
 
 
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    """Return the tensor's dtype, or float32 if it is narrower."""
+def at_least_float32(tensor: Tensor) -> torch.dtype:
+    """Return a dtype for sums: the tensor's, or float32 if that is narrower."""
     return torch.promote_types(tensor.dtype, torch.float32)

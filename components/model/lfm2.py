@@ -1,6 +1,5 @@
 """The component `model.lfm2`: LFM2 and LFM2.5 for text, dense (Liquid AI 2025, arXiv 2511.23404)."""
 
-from collections.abc import Iterator
 from typing import Literal
 
 from drawloom import component
@@ -8,27 +7,23 @@ from drawloom.components.model.declarations import (
     FULL,
     DecoderBuilder,
     DecoderConfig,
-    Family,
+    Join,
     PartSpec,
     ShortConvSpec,
-    concatenate,
-    config_class,
     layer_types_setting,
-    rename,
-    sequential,
     size_setting,
-    unsqueeze,
 )
-from drawloom.ports import ConfigJson, Mapper
+from drawloom.ports import ConfigJson
 
 
-@config_class
 class Lfm2Config(DecoderConfig):
     """Config of LFM2: layers of type conv have a gated short convolution instead of attention."""
 
     qk_norm = "head"
     renamed = {"rms_norm_eps": "norm_eps"}
+    joins = (Join("in_proj.weight", "in_proj_{}.weight", "bcx"),)
     renamed_tensors = {
+        r"\.conv\.taps$": ".conv.conv.weight",
         r"\.self_attn\.o_proj\.": ".self_attn.out_proj.",
         r"\.self_attn\.([qk])_norm\.": r".self_attn.\1_layernorm.",
         r"\.mlp\.gate_proj\.": ".feed_forward.w1.",
@@ -64,24 +59,14 @@ class Lfm2Config(DecoderConfig):
         changes = {"intermediate_size": width, "tie_word_embeddings": tied, "block_auto_adjust_ff_dim": False}
         return config | changes | {"layer_types": config.get("layer_types") or types}
 
-    def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """Yield the mappers that join a convolution's three projections, and write its taps as (channels, 1, taps)."""
-        conv, has_taps, _ = name.partition(".taps")
-        if has_taps:
-            target = f"{conv}.conv.weight"
-            yield sequential(rename({name: target}), unsqueeze(target, 1))
-            yield concatenate([f"{conv}.in_proj_{part}.weight" for part in "bcx"], f"{conv}.in_proj.weight")
-
 
 @component(impact="incompatible")
 class Lfm2(DecoderBuilder):
     """An LFM2 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Lfm2Config,
-        "lfm2",
-        "Lfm2ForCausalLM",
-        has_classifier=False,
-        hf_defaults={"rope_theta": 1e6, "num_key_value_heads": 8},
-        fixed={"conv_bias": False, "block_auto_adjust_ff_dim": False},
-    )
+    config_type = Lfm2Config
+    model_type = "lfm2"
+    class_name = "Lfm2ForCausalLM"
+    has_classifier = False
+    hf_defaults = {"rope_theta": 1e6, "num_key_value_heads": 8}
+    fixed = {"conv_bias": False, "block_auto_adjust_ff_dim": False}

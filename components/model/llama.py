@@ -4,13 +4,10 @@ from drawloom import component, setting
 from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
     DecoderConfig,
-    Family,
     ParametrizedBuilder,
-    config_class,
 )
 
 
-@config_class
 class LlamaConfig(DecoderConfig):
     """Config of Llama: no norms of queries and keys, and optional biases."""
 
@@ -25,9 +22,7 @@ class LlamaConfig(DecoderConfig):
 class Llama(ParametrizedBuilder):
     """A Llama language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        LlamaConfig,
-        "llama",
-        "LlamaForCausalLM",
-        hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-6},
-    )
+    config_type = LlamaConfig
+    model_type = "llama"
+    class_name = "LlamaForCausalLM"
+    hf_defaults = {"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-6}

@@ -5,15 +5,11 @@ from drawloom.components.model.declarations import (
     MIXTRAL_EXPERTS,
     DecoderBuilder,
     ExpertsConfig,
-    Family,
-    Routing,
-    config_class,
     rotary_factor_setting,
 )
 from drawloom.ports import ConfigJson
 
 
-@config_class
 class MiniMaxM2Config(ExpertsConfig):
     """Config of MiniMax M2: norms of whole queries and keys, a rotated part of heads, and sigmoid routers."""
 
@@ -21,14 +17,11 @@ class MiniMaxM2Config(ExpertsConfig):
     renamed = {"num_experts": "num_local_experts"}
     renamed_tensors = {**MIXTRAL_EXPERTS, r"\.gate\.e_score_correction_bias$": ".e_score_correction_bias"}
     renamed_modules = {r"\.block_sparse_moe\.": ".mlp."}
+    scoring_func = "sigmoid"
+    balancing_bias = True
 
     rope_theta: float = 5e6
     partial_rotary_factor: float = rotary_factor_setting(0.5)
-
-    @property
-    def routing(self) -> Routing:
-        """Routing by sigmoid scores, with a balancing bias."""
-        return Routing(scoring_func="sigmoid", bias=True)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
@@ -43,18 +36,15 @@ class MiniMaxM2Config(ExpertsConfig):
 class MiniMaxM2(DecoderBuilder):
     """A MiniMax M2 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        MiniMaxM2Config,
-        "minimax_m2",
-        "MiniMaxM2ForCausalLM",
-        hf_defaults={
-            "max_position_embeddings": 196_608,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "partial_rotary_factor": 1.0,
-            "rope_theta": 5e6,
-        },
-        fixed={"router_jitter_noise": 0.0},
-        derives_head_dim=False,
-        has_classifier=False,
-    )
+    config_type = MiniMaxM2Config
+    model_type = "minimax_m2"
+    class_name = "MiniMaxM2ForCausalLM"
+    hf_defaults = {
+        "max_position_embeddings": 196_608,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 5e6,
+    }
+    fixed = {"router_jitter_noise": 0.0}
+    has_classifier = False

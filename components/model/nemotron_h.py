@@ -1,6 +1,6 @@
 """The component `model.nemotron_h`: Nemotron-H and Nemotron 3 (NVIDIA 2025, arXiv 2504.03624)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import attrs
@@ -13,36 +13,36 @@ from drawloom.components.model.declarations import (
     Branch,
     DecoderBuilder,
     ExpertSpec,
-    Family,
-    MlpSpec,
+    Join,
     PartSpec,
     SigmoidExpertsConfig,
     SquaredRelu,
     StateSpaceSpec,
-    concatenate,
-    config_class,
-    sequential,
     size_setting,
     training_setting,
-    unsqueeze,
 )
-from drawloom.ports import ConfigJson, Mapper
+from drawloom.ports import ConfigJson
 
 TYPES = {"M": LINEAR, "mamba": LINEAR, "*": FULL, "attention": FULL, "E": "moe", "-": "mlp"}
 """Types of layers by their letters and older names in published configs."""
 
 
-@config_class
 class NemotronHConfig(SigmoidExpertsConfig):
     """Config of Nemotron-H: a layer is one of Mamba-2, attention without positions, experts and a squared-ReLU MLP."""
 
     unused_keys = (*NO_POSITIONS, "first_k_dense_replace", "n_shared_experts")
     can_tie = False
+    activation = SquaredRelu()
     multiples = (("mamba_num_heads", "n_groups"),)
     renamed = SigmoidExpertsConfig.renamed | {
         "layer_types": "layers_block_type",
         "rms_norm_eps": "layer_norm_epsilon",
     }
+    joins = (
+        Join("conv1d.weight", "conv_{}", "vkq"),
+        Join("conv1d.bias", "conv_{}_bias", "vkq"),
+        Join("in_proj.weight", "in_proj_{}.weight", "zvkqa"),
+    )
     renamed_tensors = {
         r"^model\.embed_tokens\.": "backbone.embeddings.",
         r"^model\.norm\.": "backbone.norm_f.",
@@ -85,17 +85,17 @@ class NemotronHConfig(SigmoidExpertsConfig):
 
     @property
     def expert_spec(self) -> ExpertSpec:
-        spec = attrs.evolve(super().expert_spec, activation=SquaredRelu(), latent_width=self.moe_latent_size)
-        return spec if self.moe_latent_size is None else attrs.evolve(spec, part="experts:LatentMoeBlock")
+        spec = super().expert_spec
+        return spec if spec.moe_latent_size is None else attrs.evolve(spec, part="experts:LatentMoeBlock")
 
     @property
     def delta(self) -> StateSpaceSpec:
         """The specification of Mamba-2's layers."""
         return StateSpaceSpec(
-            key_heads=self.n_groups,
-            value_heads=self.mamba_num_heads,
-            key_dim=self.ssm_state_size,
-            value_dim=self.mamba_head_dim,
+            linear_num_key_heads=self.n_groups,
+            linear_num_value_heads=self.mamba_num_heads,
+            linear_key_head_dim=self.ssm_state_size,
+            linear_value_head_dim=self.mamba_head_dim,
             taps=self.conv_kernel,
             conv_bias=self.use_conv_bias,
             min_time_step=self.time_step_min,
@@ -105,17 +105,8 @@ class NemotronHConfig(SigmoidExpertsConfig):
         return self.layer_types[number] == "moe"
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
-        spec: PartSpec
-        match self.layer_types[layer]:
-            case "linear_attention":
-                spec = self.delta
-            case "full_attention":
-                spec = self.mixer_spec_of(layer)
-            case "moe":
-                spec = self.expert_spec
-            case "mlp":
-                spec = MlpSpec(width=self.intermediate_size, activation="relu2")
-        return (Branch("norm", "mixer", spec),)
+        mixers: dict[str, PartSpec] = {LINEAR: self.delta, FULL: self.mixer_spec_of(layer)}
+        return (Branch("norm", "mixer", mixers.get(self.layer_types[layer]) or self.mlp_spec_of(layer)),)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
@@ -124,21 +115,6 @@ class NemotronHConfig(SigmoidExpertsConfig):
         if not given:
             return config
         return {**config, "layer_types": [TYPES.get(kind, kind) for kind in given], "num_hidden_layers": len(given)}
-
-    def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """Yield the mappers that join the projections and the convolutions of Mamba-2."""
-        mixer, is_mixer, _ = name.partition(".A_log")
-        if not is_mixer:
-            return
-        sizes = self.delta.channels[::-1]
-        widths = [sizes[0], *sizes, self.mamba_num_heads]
-        convolution = f"{mixer}.conv1d.weight"
-        taps = concatenate([f"{mixer}.conv_{part}" for part in "vkq"], convolution, sizes=sizes)
-        yield sequential(taps, unsqueeze(convolution, 1))
-        if self.use_conv_bias:
-            yield concatenate([f"{mixer}.conv_{part}_bias" for part in "vkq"], f"{mixer}.conv1d.bias", sizes=sizes)
-        parts = [f"{mixer}.in_proj_{part}.weight" for part in "zvkqa"]
-        yield concatenate(parts, f"{mixer}.in_proj.weight", sizes=widths)
 
 
 @component(impact="incompatible")
@@ -149,19 +125,16 @@ class NemotronH(DecoderBuilder):
     The phase `phases.router_bias` balances the experts by a bias per expert.
     """
 
-    family = Family(
-        NemotronHConfig,
-        "nemotron_h",
-        "NemotronHForCausalLM",
-        hf_defaults={"num_key_value_heads": 8, "head_dim": 128},
-        fixed={
-            "mlp_hidden_act": "relu2",
-            "mamba_hidden_act": "silu",
-            "sliding_window": None,
-            "residual_in_fp32": False,
-            **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"), False),
-        },
-        derives_head_dim=False,
-        ignored=("mtp.*",),
-        has_classifier=False,
-    )
+    config_type = NemotronHConfig
+    model_type = "nemotron_h"
+    class_name = "NemotronHForCausalLM"
+    hf_defaults = {"num_key_value_heads": 8, "head_dim": 128}
+    fixed = {
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "sliding_window": None,
+        "residual_in_fp32": False,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"), False),
+    }
+    ignored = ("mtp.*",)
+    has_classifier = False

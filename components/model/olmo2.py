@@ -5,35 +5,25 @@ from drawloom.components.model.declarations import (
     ATTENTION_BIAS,
     DecoderBuilder,
     DecoderConfig,
-    Family,
-    Norms,
-    config_class,
 )
 
-POST_NORMS = (None, "post_attention_layernorm"), (None, "post_feedforward_layernorm")
 
-
-@config_class
 class Olmo2Config(DecoderConfig):
     """Config of OLMo 2: norms after attention and feed-forward networks, and of whole queries and keys."""
 
     qk_norm = "projection"
+    norms = (None, "post_attention_layernorm"), (None, "post_feedforward_layernorm")
 
     max_position_embeddings: int = 4096
     rope_theta: float = 5e5
     attention_bias: bool = setting(ATTENTION_BIAS, default=False)
-
-    def norms_of(self, layer: int) -> tuple[Norms, Norms]:
-        return POST_NORMS
 
 
 @component(impact="incompatible")
 class Olmo2(DecoderBuilder):
     """An OLMo 2 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Olmo2Config,
-        "olmo2",
-        "Olmo2ForCausalLM",
-        hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-5},
-    )
+    config_type = Olmo2Config
+    model_type = "olmo2"
+    class_name = "Olmo2ForCausalLM"
+    hf_defaults = {"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-5}

@@ -1,14 +1,13 @@
 """The component `model.olmo3`: OLMo 3 (OLMo team 2025, arXiv 2512.13961)."""
 
 from drawloom import component
-from drawloom.components.model.declarations import DecoderBuilder, Family, RopeByTypeConfig, config_class
+from drawloom.components.model.declarations import DecoderBuilder, RopeByTypeConfig
 from drawloom.components.model.olmo2 import Olmo2Config
 from drawloom.ports import ConfigJson
 
 THETA = 5e5
 
 
-@config_class
 class Olmo3Config(RopeByTypeConfig, Olmo2Config):
     """Config of OLMo 3: OLMo 2 with three layers with a window to one without, whose positions alone are scaled."""
 
@@ -34,9 +33,7 @@ class Olmo3Config(RopeByTypeConfig, Olmo2Config):
 class Olmo3(DecoderBuilder):
     """An OLMo 3 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Olmo3Config,
-        "olmo3",
-        "Olmo3ForCausalLM",
-        hf_defaults={"max_position_embeddings": 2048, "rope_theta": THETA, "rms_norm_eps": 1e-5},
-    )
+    config_type = Olmo3Config
+    model_type = "olmo3"
+    class_name = "Olmo3ForCausalLM"
+    hf_defaults = {"max_position_embeddings": 2048, "rope_theta": THETA, "rms_norm_eps": 1e-5}

@@ -1,35 +1,30 @@
 """The component `model.olmo_hybrid`: OLMo Hybrid (OLMo team 2026)."""
 
-from collections.abc import Iterator
-
-import attrs
-
 from drawloom import component
 from drawloom.components.model.declarations import (
     FULL,
+    JOINED_CONVOLUTION,
     NO_POSITIONS,
     DecoderBuilder,
     DeltaConfig,
-    DeltaSpec,
-    Family,
     Norms,
-    config_class,
-    join_convolutions,
     training_setting,
 )
-from drawloom.components.model.olmo2 import POST_NORMS
-from drawloom.ports import ConfigJson, Mapper
+from drawloom.components.model.olmo2 import Olmo2Config
+from drawloom.ports import ConfigJson
 
 WITHOUT_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
 """Rotary positions of published models; with null or nothing transformers rotates."""
 
 
-@config_class
 class OlmoHybridConfig(DeltaConfig):
     """Config of OLMo Hybrid: pre-norm gated delta nets, and OLMo 3's attention without positions and windows."""
 
     unused_keys = NO_POSITIONS
     qk_norm = "projection"
+    norm_eps = 1e-5
+    draws_time_steps = True
+    joins_of_modules = (JOINED_CONVOLUTION,)
     renamed_tensors = {
         r"\.linear_attn\.in_proj_z\.": ".linear_attn.g_proj.",
         r"\.linear_attn\.in_proj_([qkvab])\.": r".linear_attn.\1_proj.",
@@ -46,18 +41,15 @@ class OlmoHybridConfig(DeltaConfig):
     linear_allow_neg_eigval: bool = training_setting("write values with strengths up to 2 instead of 1", default=True)
 
     @property
-    def delta(self) -> DeltaSpec:
-        strength = 2.0 if self.linear_allow_neg_eigval else 1.0
-        return attrs.evolve(super().delta, max_strength=strength, norm_eps=1e-5, draws_time_steps=True)
+    def max_strength(self) -> float:
+        """The delta nets' greatest strength."""
+        return 2.0 if self.linear_allow_neg_eigval else 1.0
 
     def norms_of(self, layer: int) -> tuple[Norms, Norms]:
         if self.layer_types[layer] == FULL:
-            return POST_NORMS
+            return Olmo2Config.norms
         # Files have these names, unlike the modules of transformers.
         return ("attention_layer_norm", None), ("feedforward_layer_norm", None)
-
-    def join_modules(self, name: str) -> Iterator[Mapper]:
-        yield from join_convolutions(name, self.delta.channels)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
@@ -73,17 +65,15 @@ class OlmoHybridConfig(DeltaConfig):
             config = sizes | {key: value for key, value in config.items() if value is not None}
             config.setdefault("linear_key_head_dim", int(0.75 * width / config["linear_num_key_heads"]))
             config.setdefault("linear_value_head_dim", 2 * config["linear_key_head_dim"])
-        return super().read_keys(config | WITHOUT_THETA)
+        return config | WITHOUT_THETA
 
 
 @component(impact="incompatible")
 class OlmoHybrid(DecoderBuilder):
     """An OLMo Hybrid language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        OlmoHybridConfig,
-        "olmo_hybrid",
-        "OlmoHybridForCausalLM",
-        fixed=WITHOUT_THETA,
-        has_classifier=False,
-    )
+    config_type = OlmoHybridConfig
+    model_type = "olmo_hybrid"
+    class_name = "OlmoHybridForCausalLM"
+    fixed = WITHOUT_THETA
+    has_classifier = False

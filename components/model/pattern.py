@@ -6,27 +6,22 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom import at_least, component, setting
+from drawloom import component, setting
 from drawloom.components.model.declarations import (
-    WINDOW,
     Branch,
-    DecoderBuilder,
-    Family,
-    InvalidSetting,
-    PartSpec,
-    config_class,
-    size_setting,
-    training_setting,
-)
-from drawloom.components.model.decoder.branch_specs import (
     ChannelDeltaSpec,
     ConnectedBranch,
     ConnectionSpec,
-    ConstrainedSpec,
+    DecoderBuilder,
+    DeltaConfig,
+    InvalidSetting,
+    PartSpec,
     ShortConvSpec,
     StateSpaceSpec,
+    size_setting,
+    training_setting,
+    window_setting,
 )
-from drawloom.components.model.decoder.layer_types import DeltaConfig
 from drawloom.ports import ConfigJson, Settings
 
 MODULES = {
@@ -51,7 +46,6 @@ def parse_pattern(text: str) -> list[str]:
     return parts
 
 
-@config_class
 class PatternConfig(DeltaConfig):
     """Config of a pre-norm decoder whose layers have the parts in `layers`, again and again, and a gated MLP."""
 
@@ -64,7 +58,7 @@ class PatternConfig(DeltaConfig):
         "heads and state are linear_num_key_heads, linear_num_value_heads and linear_key_head_dim), conv (gated short "
         "convolution)"
     )
-    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
+    sliding_window: int = window_setting(4096)
     use_qk_norm: bool = setting("apply RMSNorm to queries and keys by head", default=True)
     residual: Literal["plain", "hyper", "constrained"] = setting(
         "residual connections: to one stream, or to residual_streams by learned weights (hyper-connections), also "
@@ -95,9 +89,7 @@ class PatternConfig(DeltaConfig):
                 return StateSpaceSpec(**sizes, conv_bias=True)
             case "conv":
                 return ShortConvSpec(taps=self.conv_L_cache)
-        attention: Any = self.mixer_spec_of(layer)
-        spec: PartSpec = attention if self.use_qk_norm else attrs.evolve(attention, qk_norm="none")
-        return spec
+        return self.mixer_spec_of(layer)
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         return MODULES[self.part_of(layer)], self.part_spec_of(layer)
@@ -106,12 +98,13 @@ class PatternConfig(DeltaConfig):
         branches, streams = super().branches_of(layer), self.residual_streams
         if self.residual == "plain":
             return branches
-        spec = ConnectionSpec if self.residual == "hyper" else ConstrainedSpec
-        first = layer * len(branches)
+        first, is_constrained = layer * len(branches), self.residual == "constrained"
         return [
             ConnectedBranch(
                 **attrs.asdict(branch, recurse=False),
-                connection=spec(streams=streams, first=(first + index) % streams),
+                connection=ConnectionSpec(
+                    streams=streams, first=(first + index) % streams, is_constrained=is_constrained
+                ),
             )
             for index, branch in enumerate(branches)
         ]
@@ -153,14 +146,12 @@ class Pattern(DecoderBuilder):
     Llama, whose layers the pattern replaces.
     """
 
-    family = Family(
-        PatternConfig,
-        "drawloom_pattern",
-        "PatternForCausalLM",
-        other_types=("qwen3", "llama"),
-        fixed={"use_sliding_window": False, "mlp_bias": False},
-        has_classifier=False,
-    )
+    config_type = PatternConfig
+    model_type = "drawloom_pattern"
+    class_name = "PatternForCausalLM"
+    other_types = ("qwen3", "llama")
+    fixed = {"use_sliding_window": False, "mlp_bias": False}
+    has_classifier = False
 
     @classmethod
     def explain_missing_export(cls, node: Any) -> str:

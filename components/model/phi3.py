@@ -5,22 +5,24 @@ from collections.abc import Iterator
 from drawloom import component
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
     InvalidSetting,
+    Join,
     WindowConfig,
-    concatenate,
-    config_class,
     rotary_factor_setting,
 )
-from drawloom.ports import ConfigJson, Mapper, Settings
+from drawloom.ports import ConfigJson, Settings
 
 EXPORTED_ROPES = ("default", "ntk", "longrope")
 """Values of rope_type whose exports transformers loads as a Phi-3 model."""
 
 
-@config_class
 class Phi3Config(WindowConfig):
     """Config of Phi-3: like Llama, with a rotated part of each head, and an optional sliding window in all layers."""
+
+    joins = (
+        Join("qkv_proj.weight", "{}_proj.weight", "qkv"),
+        Join("gate_up_proj.weight", "{}_proj.weight", ("gate", "up")),
+    )
 
     max_position_embeddings: int = 4096
     rope_theta: float = 1e4
@@ -52,29 +54,16 @@ class Phi3Config(WindowConfig):
         original = config.get("rope_parameters", {}).get("original_max_position_embeddings")
         return {**config, "original_max_position_embeddings": original or config["max_position_embeddings"]}
 
-    def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """Yield the mapper that joins queries, keys and values to one tensor, or gate and up to another."""
-        if name.endswith(".self_attn.q_proj.weight"):
-            heads = self.num_attention_heads, *[self.num_key_value_heads] * 2
-            parts = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
-            sizes = [count * self.head_dim for count in heads]
-            yield concatenate(parts, name.replace(".q_proj.", ".qkv_proj."), sizes=sizes)
-        elif name.endswith(".mlp.gate_proj.weight"):
-            parts = [name, name.replace(".gate_proj.", ".up_proj.")]
-            yield concatenate(parts, name.replace(".gate_proj.", ".gate_up_proj."))
-
 
 @component(impact="incompatible")
 class Phi3(DecoderBuilder):
     """A Phi-3 or Phi-4 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Phi3Config,
-        "phi3",
-        "Phi3ForCausalLM",
-        hf_defaults={"rope_theta": 1e4},
-        fixed={
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0),
-            **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False),
-        },
-    )
+    config_type = Phi3Config
+    model_type = "phi3"
+    class_name = "Phi3ForCausalLM"
+    hf_defaults = {"rope_theta": 1e4}
+    fixed = {
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0),
+        **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False),
+    }

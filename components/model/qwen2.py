@@ -2,25 +2,22 @@
 
 from drawloom import at_least, component
 from drawloom.components.model.declarations import (
-    WINDOW,
     DecoderBuilder,
     DecoderConfig,
-    Family,
-    config_class,
     training_setting,
+    window_setting,
 )
 
 
-@config_class
 class Qwen2Config(DecoderConfig):
     """Config of Qwen2: biases of queries, keys and values, and optional windows from layer `max_window_layers` on."""
 
-    use_sliding_window: bool = training_setting("use a sliding window in the last layers", default=False)
-    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
-    max_window_layers: int = training_setting("index of the first layer with a window", default=28, check=at_least(0))
+    attention_bias = True
+    output_bias = False
 
-    def has_bias(self, projection: str) -> bool:
-        return projection in ("q_proj", "k_proj", "v_proj")
+    use_sliding_window: bool = training_setting("use a sliding window in the last layers", default=False)
+    sliding_window: int = window_setting(4096)
+    max_window_layers: int = training_setting("index of the first layer with a window", default=28, check=at_least(0))
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
@@ -30,6 +27,7 @@ class Qwen2Config(DecoderConfig):
 class Qwen2(DecoderBuilder):
     """A Qwen2 or Qwen2.5 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = Family(
-        Qwen2Config, "qwen2", "Qwen2ForCausalLM", hf_defaults={"rope_theta": 1e4, "num_key_value_heads": 32}
-    )
+    config_type = Qwen2Config
+    model_type = "qwen2"
+    class_name = "Qwen2ForCausalLM"
+    hf_defaults = {"rope_theta": 1e4, "num_key_value_heads": 32}

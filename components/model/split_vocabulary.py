@@ -4,7 +4,7 @@ Vocabulary splits: separate parameters for some token ids' rows in embedding and
 The rows can be trained while a pretrained model's table stays frozen. In files, table and rows are one tensor.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
+from drawloom.components.model.layers import ChunkedHead, Embedding, Linear, at_least_float32
 from drawloom.ports import TABLE_ROLE, Head, Mapper, Role, TensorGroup
 
 LAYERS = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
@@ -59,9 +59,43 @@ class NewTokenSplit:
         """
         (table,) = tensors
         known = table[self.first : self.id_after_new_tokens]
-        mean = table[: self.first].to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)
+        mean = table[: self.first].to(at_least_float32(table)).mean(0, keepdim=True)
         missing = mean.to(table.dtype).expand(self.id_after_new_tokens - self.first - len(known), -1)
         return [table, *torch.split(torch.cat([known, missing]), [*self.sizes.values()])]
+
+    def replace_layers(self, module: nn.Module) -> nn.Module:
+        """
+        Change the classes of a module's embeddings and heads to split ones, and register the separate rows' parameters.
+
+        Their weights keep `rows` rows. Returns the module.
+        """
+        for name, layer in module.named_modules():
+            if type(layer) is Embedding:
+                layer.__class__ = SplitEmbedding
+            elif name.rpartition(".")[2] == "lm_head" and type(layer) is Linear:
+                layer.__class__ = SplitHead
+            if isinstance(layer, SplitEmbedding | SplitHead):
+                layer.split = self
+                for parameter, size in self.sizes.items():
+                    layer.register_parameter(parameter, nn.Parameter(torch.empty(size, layer.weight.shape[1])))
+        return module
+
+    def create_join_mapper(self, names: Iterable[str]) -> Mapper:
+        """
+        Return a mapper that joins the tables and separate rows of all embeddings and heads among the parameter names.
+        """
+        layers = [name.removesuffix(".weight") for name in names]
+        groups = [
+            TensorGroup(
+                (f"{layer}.weight", *(f"{layer}.{name}" for name in self.sizes)),
+                (f"{layer}.weight",),
+                self.join_rows,
+                self.split_rows,
+            )
+            for layer in layers
+            if layer.rpartition(".")[2] in LAYERS
+        ]
+        return Mapper(tuple(groups))
 
 
 class SplitEmbedding(Embedding):
@@ -108,39 +142,3 @@ def _compute_all_logits(layer: SplitEmbedding | SplitHead, hidden: Tensor) -> Te
     rows = (layer.get_parameter(name) for name in layer.split.sizes)
     new = [layer.kernels.linear(hidden.to(weight.dtype), weight).to(table.dtype) for weight in rows]
     return torch.cat([table[..., : layer.split.first], *new, table[..., layer.split.id_after_new_tokens :]], -1)
-
-
-def replace_by_split_layers(module: nn.Module, split: NewTokenSplit) -> nn.Module:
-    """
-    Change the classes of a module's embeddings and heads to split ones, and register the split's parameters.
-
-    Their weights keep `split.rows` rows. Returns the module.
-    """
-    for name, layer in module.named_modules():
-        if type(layer) is Embedding:
-            layer.__class__ = SplitEmbedding
-        elif name.rpartition(".")[2] == "lm_head" and type(layer) is Linear:
-            layer.__class__ = SplitHead
-        if isinstance(layer, SplitEmbedding | SplitHead):
-            layer.split = split
-            for parameter, size in split.sizes.items():
-                layer.register_parameter(parameter, nn.Parameter(torch.empty(size, layer.weight.shape[1])))
-    return module
-
-
-def create_vocabulary_join_mapper(names: Sequence[str], split: NewTokenSplit) -> Mapper:
-    """
-    Return a mapper that joins the tables and separate rows for all embeddings and heads among the parameter names.
-    """
-    owners = (name.rpartition(".")[0] for name in names)
-    layers = [owner for owner in dict.fromkeys(owners) if owner.rpartition(".")[2] in LAYERS]
-    groups = [
-        TensorGroup(
-            (f"{layer}.weight", *(f"{layer}.{name}" for name in split.sizes)),
-            (f"{layer}.weight",),
-            split.join_rows,
-            split.split_rows,
-        )
-        for layer in layers
-    ]
-    return Mapper(tuple(groups))

@@ -93,12 +93,13 @@ class OverlappedMlp(GatedMlp):
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """Map this rank's tokens (tokens, hidden_size)."""
-        if not _can_overlap(self, hidden, (self.gate_proj, self.up_proj, self.down_proj)):
+        layers = [getattr(self, name) for name in self.activation.inner_projections]
+        if not _can_overlap(self, hidden, [*layers, self.down_proj]):
             return super().forward(hidden, context)
-        weights = [self.gate_proj.weight, self.up_proj.weight]
-        gate, up = multiply_gathered(hidden.to(weights[0].dtype), weights, self.shifts)
-        activation = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
-        return multiply_and_scatter(activation(gate, up), self.down_proj.weight, self.shifts)
+        weights = [layer.weight for layer in layers]
+        products = multiply_gathered(hidden.to(weights[0].dtype), weights, self.shifts)
+        mixed = self.activation.apply(self.kernels, products)
+        return multiply_and_scatter(mixed, self.down_proj.weight, self.shifts)
 
 
 CLASSES: Mapping[type, type[Attention | GatedMlp]] = {Attention: OverlappedAttention, GatedMlp: OverlappedMlp}

@@ -36,7 +36,7 @@ def tokens(text: str) -> int:
 
 
 def family_lines(texts: Mapping[Path, str]) -> dict[str, int]:
-    """Return the code lines by model family: by module with a component that has a class variable `family`."""
+    """Return the code lines by model family: by module with a component that has a class variable `config_type`."""
     return {
         ".".join(path.relative_to(ROOT / "components").with_suffix("").parts): code_lines(text)
         for path, text in texts.items()
@@ -104,7 +104,7 @@ def _is_family(node: ast.AST) -> bool:
     """Whether a statement defines a component with a class variable `family`."""
     if not isinstance(node, ast.ClassDef) or not node.decorator_list:
         return False
-    return any(isinstance(part, ast.Assign) and ast.unparse(part.targets[0]) == "family" for part in node.body)
+    return any(isinstance(part, ast.Assign) and ast.unparse(part.targets[0]) == "config_type" for part in node.body)
 
 
 def _names_a_dimension(node: ast.AST) -> bool:

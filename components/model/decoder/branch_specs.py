@@ -1,13 +1,13 @@
 """Specifications for rare parts in layers: mixers, gates by layer, hyper-connections, and experts with routers."""
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import attrs
 from torch import Tensor
 
-from drawloom.components.model.decoder.specs import Activation, Branch, MixerSpec, PartSpec, RecurrentSpec
+from drawloom.components.model.decoder.specs import Branch, MixerSpec, PartSpec, RecurrentSpec, SwiGlu
 from drawloom.ports import Kernels
 
 
@@ -27,22 +27,22 @@ class LatentSpec(MixerSpec):
     """
     Specification of multi-head latent attention.
 
-    A query or key head has `nope_dim` channels, and `rope_dim` rotated channels, shared by all heads in keys. Keys and
-    values are projected from a latent with `kv_rank` channels, queries from one with `query_rank`; None: from hidden
-    states.
+    A query or key head has `qk_nope_head_dim` channels, and `rope_dim` rotated channels, shared by all heads in keys.
+    Keys and values are projected from a latent with `kv_lora_rank` channels, queries from one with `q_lora_rank`; 0:
+    from hidden states.
     """
 
     part = "latent:LatentAttention"
 
-    nope_dim: int
     rope_dim: int
-    v_dim: int
-    kv_rank: int
-    query_rank: int | None
+    qk_nope_head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int
 
     @property
     def pair_flops(self) -> int:
-        return 2 * self.heads * (self.nope_dim + self.rope_dim + self.v_dim)
+        return 2 * self.num_attention_heads * (self.qk_nope_head_dim + self.rope_dim + self.v_head_dim)
 
 
 @attrs.frozen(kw_only=True)
@@ -50,23 +50,23 @@ class SparseLatentSpec(LatentSpec):
     """
     Specification of latent attention to the `chosen` tokens with the best scores by an indexer; None: to all tokens.
 
-    The indexer has `index_heads` queries and a key, both `index_dim` wide; with `index_interleaved`, pairs of adjacent
-    channels are rotated. `loss_coef` is for its loss in this layer. The choice stays for later layers as `link`.
+    The indexer has `index_n_heads` queries and a key, both `index_head_dim` wide; with `index_interleaved`, pairs of
+    adjacent channels are rotated. `loss_coef` is for its loss in this layer. The choice stays for later layers as
+    `link`.
     """
 
     part = "latent:SparseLatentAttention"
 
-    query_rank: int
     chosen: int | None
-    index_heads: int
-    index_dim: int
+    index_n_heads: int
+    index_head_dim: int
     loss_coef: float
     index_interleaved: bool = False
     link: str = ""
 
     @property
     def pair_flops_by_window(self) -> Mapping[int | None, int]:
-        index_flops = Counter({None: 2 * self.index_heads * self.index_dim})
+        index_flops = Counter({None: 2 * self.index_n_heads * self.index_head_dim})
         return index_flops + Counter({self.chosen: self.pair_flops})
 
 
@@ -103,10 +103,10 @@ class DeltaSpec(RecurrentSpec):
 
     part = "recurrent:GatedDeltaNet"
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
     max_strength: float = 1.0
     norm_eps: float | None = None
     draws_time_steps: bool = False
@@ -114,17 +114,17 @@ class DeltaSpec(RecurrentSpec):
     @property
     def head_widths(self) -> tuple[tuple[str, int], ...]:
         """Head widths for queries, keys and values."""
-        return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
+        return (("q", self.linear_key_head_dim), ("k", self.linear_key_head_dim), ("v", self.linear_value_head_dim))
 
     @property
-    def channels(self) -> list[int]:
-        """Channels of all heads' queries, keys and values."""
-        return [self.key_heads * self.key_dim] * 2 + [self.value_heads * self.value_dim]
+    def value_channels(self) -> int:
+        """All heads' value channels."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
     def token_flops(self) -> int:
         """FLOPs for a token: states times key and query, and key times value (an outer product)."""
-        return 6 * self.value_heads * self.key_dim * self.value_dim
+        return 6 * self.value_channels * self.linear_key_head_dim
 
 
 @attrs.frozen(kw_only=True)
@@ -139,8 +139,8 @@ class ChannelDeltaSpec(DeltaSpec):
 @attrs.frozen(kw_only=True)
 class StateSpaceSpec(DeltaSpec):
     """
-    Specification of Mamba-2's mixer: `key_dim` is the state's width, and value heads share a group's B and C as key
-    head.
+    Specification of Mamba-2's mixer: `linear_key_head_dim` is the state's width, and value heads share a group's B and
+    C as key head.
 
     Time steps are at least `min_time_step`. With `conv_bias`, convolutions have biases.
     """
@@ -153,24 +153,22 @@ class StateSpaceSpec(DeltaSpec):
 
     @property
     def token_flops(self) -> int:
-        return 4 * self.value_heads * self.key_dim * self.value_dim
+        return 4 * self.value_channels * self.linear_key_head_dim
 
 
 @attrs.frozen(kw_only=True)
 class ConnectionSpec(PartSpec):
-    """Specification of a branch's hyper-connection to `streams` residual streams; it begins to read stream `first`."""
+    """
+    Specification of a branch's hyper-connection to `streams` residual streams; it begins to read stream `first`.
+
+    It is manifold-constrained (mHC) if `is_constrained`.
+    """
 
     part = "hyper_connections:HyperConnection"
 
     streams: int
     first: int
-
-
-@attrs.frozen(kw_only=True)
-class ConstrainedSpec(ConnectionSpec):
-    """Specification of a manifold-constrained hyper-connection (mHC)."""
-
-    part = "hyper_connections:ConstrainedConnection"
+    is_constrained: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -181,85 +179,35 @@ class ConnectedBranch(Branch):
 
 
 @attrs.frozen
-class SwiGlu:
-    """
-    The experts' activation silu(gate) * up; `parameter` is the matrix before it.
-
-    `in_mlp` is the activation of a feed-forward network beside the experts.
-    """
-
-    parameter: ClassVar[str] = "gate_up_proj"
-    factors: ClassVar[int] = 2
-    in_mlp: ClassVar[Activation] = "silu"
-
-    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
-        """Return (rows, width) for products (rows, factors * width), multiplied by scale (rows,)."""
-        return kernels.swiglu_halves(rows, scale)
-
-
-@attrs.frozen
 class ClampedSwiGlu(SwiGlu):
-    """Slope and bound for clamped SwiGLU, see kernels/gates/eager.py."""
+    """Slope and bound for the experts' clamped SwiGLU, see kernels/gates/eager.py."""
 
     alpha: float
     limit: float
 
-    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
+    def apply_and_scale(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
         return kernels.oss_swiglu_halves(rows, scale, self.alpha, self.limit)
 
 
-@attrs.frozen
-class SquaredRelu(SwiGlu):
-    """The experts' activation relu(x) ** 2, without a gate (So et al. 2021, arXiv 2109.08668)."""
-
-    parameter = "up_proj"
-    factors = 1
-    in_mlp = "relu2"
-
-    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
-        return (rows.relu().square() * scale[:, None]).to(rows.dtype)
-
-
-@attrs.frozen
 class GeGlu(SwiGlu):
-    """The experts' activation gelu(gate) * up, with the tanh approximation of GELU."""
+    """The activation gelu(gate) * up, with the tanh approximation of GELU."""
 
-    in_mlp = "gelu_tanh"
+    def apply(self, kernels: Kernels, products: Sequence[Tensor]) -> Tensor:
+        return kernels.geglu(products[0], products[1])
 
-    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
-        gate, up = (part.contiguous() for part in rows.chunk(2, -1))
-        return (kernels.geglu(gate, up) * scale[:, None]).to(rows.dtype)
-
-
-@attrs.frozen(kw_only=True)
-class Routing:
-    """
-    How a token's experts are chosen and weighted.
-
-    Scores are the softmax over all experts, or the sigmoid of each. With `bias` every expert has a number added to its
-    scores for the choice alone. With `n_group` groups, a token is sent to experts in the `topk_group` groups whose
-    `best_in_group` best scores have the greatest sums. The chosen experts' weights are their scores, with
-    `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
-    alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed in at least
-    float32, and with `linear_bias` a learned bias is added to them.
-    """
-
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    bias: bool = False
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
-    best_in_group: int = 2
-    wide_logits: bool = False
-    linear_bias: bool = False
+    def apply_and_scale(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
+        products = [part.contiguous() for part in rows.chunk(len(self.inner_projections), -1)]
+        return (self.apply(kernels, products) * scale[:, None]).to(rows.dtype)
 
 
-@attrs.frozen(kw_only=True)
-class NormedRouting(Routing):
-    """Routing by normed hidden states, with learned factors; `eps` is the norm's."""
+class SquaredRelu(GeGlu):
+    """The activation relu(x) ** 2, without a gate (So et al. 2021, arXiv 2109.08668)."""
 
-    eps: float
+    inner_projections = ("up_proj",)
+    expert_matrix = "up_proj"
+
+    def apply(self, kernels: Kernels, products: Sequence[Tensor]) -> Tensor:
+        return products[0].relu().square()
 
 
 @attrs.frozen(kw_only=True)
@@ -267,23 +215,40 @@ class ExpertSpec(PartSpec):
     """
     Specification of a router and its experts, with inner width `width`.
 
+    Scores are the softmax over all experts, or the sigmoid of each. With `balancing_bias` every expert has a number
+    added to its scores for the choice alone. With `n_group` groups, a token is sent to experts in the `topk_group`
+    groups whose `best_in_group` best scores have the greatest sums. The chosen experts' weights are their scores, with
+    `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
+    alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed in at least
+    float32, and with `router_bias` a learned bias is added to them.
+
     `shared_expert_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0:
-    there is none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared`
-    are module names. With `biases`, experts have biases. Loss coefficients are per layer. Experts map `latent_width`
-    channels; None: hidden states.
+    there is none. With `shared_expert_gate`, its output is multiplied by the sigmoid of a projection. Router and shared
+    experts are the modules `router_name` and `shared_name`. With `expert_biases`, experts have biases. Loss
+    coefficients are per layer. Experts map `moe_latent_size` channels; None: hidden states. `rms_norm_eps` is for norms
+    in routers.
     """
 
-    experts: int
-    choices: int
+    num_experts: int
+    num_experts_per_tok: int
     width: int
-    routing: Routing
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    balancing_bias: bool = False
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    best_in_group: int = 2
+    wide_logits: bool = False
+    router_bias: bool = False
     shared_expert_width: int = 0
-    shared_gate: bool = False
-    router: str = "gate"
-    shared: str = "shared_experts"
-    biases: bool = False
+    shared_expert_gate: bool = False
+    router_name: str = "gate"
+    shared_name: str = "shared_experts"
+    expert_biases: bool = False
     activation: SwiGlu = SwiGlu()
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
-    latent_width: int | None = None
+    moe_latent_size: int | None = None
+    rms_norm_eps: float = 1e-6
     part: str = "experts:SparseMoeBlock"

@@ -26,12 +26,7 @@ from drawloom.components.model.decoder.rope import (
     find_duplicate_rope_settings,
     separate_theta_and_scaling,
 )
-from drawloom.components.model.new_tokens import (
-    NewTokens,
-    count_new_rows,
-    count_new_tokens,
-    find_new_tokens_fault,
-)
+from drawloom.components.model.new_tokens import NewTokens, count_new_rows, count_new_tokens, find_new_tokens_fault
 from drawloom.graph import component_base_class
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.ports import (
@@ -65,7 +60,7 @@ EXAMPLES = {
 }
 
 
-def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool) -> Iterator[InvalidSetting]:
+def find_setting_faults(family: type[Family], settings: Settings, has_tokenizer: bool) -> Iterator[InvalidSetting]:
     """Return problems in a recipe's settings; None stands for a setting left out."""
     given = _drop_unset_settings(family, settings)
     yield from find_duplicate_rope_settings(given)
@@ -82,7 +77,7 @@ def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool)
     if "vocab_size" not in given and not has_tokenizer:
         instead = "add a [tokenizer], or write the number of its ids: vocab_size = 50304, for example"
         yield InvalidSetting("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
-    complete = family.constants | derive_head_sizes(given) | given
+    complete = family.key_defaults | derive_head_sizes(given) | given
     width, heads = given.get("hidden_size", 0), given.get("num_attention_heads", 1)
     if "head_dim" not in given and width % heads:
         why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
@@ -91,11 +86,11 @@ def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool)
     else:
         yield from find_size_faults(complete)
     if given.keys() >= set(needed):
-        yield from family.config.find_faults(complete)
+        yield from family.config_type.find_faults(complete)
 
 
 def build_architecture_from_settings(
-    family: Family, settings: Settings, tokens: int | None, new_tokens: int = 0
+    family: type[Family], settings: Settings, tokens: int | None, new_tokens: int = 0
 ) -> DecoderConfig:
     """
     Return the architecture for these settings, with `tokens` ids in the tokenizer; the last ones may be new.
@@ -112,7 +107,7 @@ def build_architecture_from_settings(
             raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     else:
         try:
-            architecture = family.config(**_fill_derived_defaults(family, settings, tokens))
+            architecture = family.config_type(**_fill_derived_defaults(family, settings, tokens))
         except ValueError as error:  # a derived default beyond its maximum
             raise UserError(f"{error}; write smaller sizes") from error
     if tokens is not None and tokens - new_tokens > (rows := architecture.vocab_size):
@@ -127,26 +122,26 @@ def build_architecture_from_settings(
     return architecture
 
 
-def _drop_unset_settings(family: Family, settings: Settings) -> dict[str, Any]:
+def _drop_unset_settings(family: type[Family], settings: Settings) -> dict[str, Any]:
     """Return the settings that are keys of the family's `config.json` and not None."""
     return {key: settings[key] for key in (*family.keys, "rope_parameters") if settings.get(key) is not None}
 
 
-def _fill_derived_defaults(family: Family, settings: Settings, tokens: int | None) -> dict[str, Any]:
+def _fill_derived_defaults(family: type[Family], settings: Settings, tokens: int | None) -> dict[str, Any]:
     """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
     given = _drop_unset_settings(family, settings)
     if tokens is not None:
         # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
         multiple = settings["vocabulary_multiple"]
         given.setdefault("vocab_size", -(-tokens // multiple) * multiple)
-    sizes = family.constants | given
+    sizes = family.key_defaults | given
     if sizes.get("moe_intermediate_size"):
         # The size of layers without experts: if it was left out there are none, and only exports show it.
         given.setdefault("intermediate_size", sizes["num_experts_per_tok"] * sizes["moe_intermediate_size"])
     return derive_head_sizes(given) | separate_theta_and_scaling(given)
 
 
-def _read_and_override_config(family: Family, settings: Settings) -> DecoderConfig:
+def _read_and_override_config(family: type[Family], settings: Settings) -> DecoderConfig:
     """Read the config file named in the settings, and override its values by the other settings."""
     given = _drop_unset_settings(family, settings)
     from drawloom.components.model.decoder.hugging_face import read_config
@@ -171,9 +166,9 @@ class DecoderModel:
     )
 
     @classmethod
-    def find_family(cls, node: Any) -> Family | None:
+    def find_family(cls, node: Any) -> type[Family] | None:
         """Return the family, or None if a file does not name one, a problem of its own."""
-        return cls.family  # type: ignore[return-value]
+        return cls  # type: ignore[return-value]
 
     @classmethod
     def read_sizes(cls, node: Any) -> Settings:
@@ -186,9 +181,9 @@ class DecoderModel:
         return family is None or family.has_classifier
 
     @property
-    def family(self) -> Family:
+    def family(self) -> type[Family]:
         """The family, whose config is built."""
-        raise NotImplementedError
+        return type(self)  # type: ignore[return-value]
 
     @property
     def config_settings(self) -> Settings:
@@ -200,7 +195,7 @@ class DecoderModel:
         if dimension == "tensor" and node.settings["new_tokens"]:
             yield "the rows of new tokens can't be shared"
         if (family := cls.find_family(node)) is not None:
-            yield from family.config.find_split_faults(cls.read_sizes(node), dimension, ranks)
+            yield from family.config_type.find_split_faults(cls.read_sizes(node), dimension, ranks)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -261,9 +256,7 @@ class DecoderModel:
         module = model_class(self.architecture, span, self.kernels, self.scaling)
         if self.new_token_split is None:
             return module  # type: ignore[no-any-return]
-        from drawloom.components.model.split_vocabulary import replace_by_split_layers
-
-        return replace_by_split_layers(module, self.new_token_split)
+        return self.new_token_split.replace_layers(module)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         from drawloom.components.model.decoder.layer import Block
@@ -312,12 +305,11 @@ class DecoderModel:
         from drawloom.components.weights.load import persistent_tensors
         from drawloom.components.weights.mapper import sequential
 
-        names, joined = [*persistent_tensors(self.build_on_meta())], Mapper(())
+        tensors, joined = persistent_tensors(self.build_on_meta()), Mapper(())
         if self.new_token_split is not None:
-            from drawloom.components.model.split_vocabulary import create_vocabulary_join_mapper
-
-            joined = create_vocabulary_join_mapper(names, self.new_token_split)
-        kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
+            joined = self.new_token_split.create_join_mapper(tensors)
+        split = {*joined.inputs} - {*joined.outputs}
+        kept = {name: tensor for name, tensor in tensors.items() if name not in split}
         return sequential(joined, create_decoder_mapper(kept, self.architecture, prefix))
 
     @cached_property
@@ -331,10 +323,8 @@ class DecoderModel:
 
 
 @component_base_class
-class DecoderBuilder(DecoderModel):
+class DecoderBuilder(DecoderModel, Family):
     """Model of a family, with sizes from settings or from a Hugging Face `config.json`."""
-
-    family: ClassVar[Family]
 
     config: Path | None = setting(
         "Hugging Face config.json, or its folder; other settings replace its values", default=None
@@ -346,15 +336,15 @@ class DecoderBuilder(DecoderModel):
     def __init_subclass__(cls) -> None:
         """Declare a setting for every key of the family's config; None stands for the file's value or the default."""
         super().__init_subclass__()
-        if "family" not in vars(cls):
+        if "config_type" not in vars(cls):
             return
         kind: Any
-        if "rope_scaling" in cls.family.keys:
+        if "rope_scaling" in cls.keys:
             doc = "rope_theta and rope_scaling in one table, as in transformers 5"
             setattr(cls, "rope_parameters", setting(doc, default=None, impact="changes_training"))  # noqa: B010
             cls.__annotations__["rope_parameters"] = RopeScaling | None
-        for key, field in cls.family.keys.items():
-            default, doc = cls.family.constants.get(key), field.metadata["doc"]
+        for key, field in cls.keys.items():
+            default, doc = cls.key_defaults.get(key), field.metadata["doc"]
             if default is not None:
                 doc += f"; default: {f'{default:g}' if isinstance(default, float) else dump_toml(default)}"
             # Some keys are also properties of the built model.
@@ -366,7 +356,7 @@ class DecoderBuilder(DecoderModel):
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """Yield problems with settings that are missing or contradict one another."""
-        for fault in find_setting_faults(cls.family, node.settings, node.neighbour("tokenizer") is not None):
+        for fault in find_setting_faults(cls, node.settings, node.neighbour("tokenizer") is not None):
             yield node.problem(fault.key, fault.why, fault.instead)
 
     @classmethod
@@ -374,9 +364,9 @@ class DecoderBuilder(DecoderModel):
         settings: Settings = node.settings
         with suppress(UserError):
             if settings["config"] is not None:
-                return attrs.asdict(_read_and_override_config(cls.family, settings), recurse=False)
-            given = separate_theta_and_scaling(_drop_unset_settings(cls.family, settings))
-            return dict.fromkeys(cls.family.keys) | given
+                return attrs.asdict(_read_and_override_config(cls, settings), recurse=False)
+            given = separate_theta_and_scaling(_drop_unset_settings(cls, settings))
+            return dict.fromkeys(cls.keys) | given
         return {}
 
     @classmethod

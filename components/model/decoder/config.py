@@ -1,7 +1,7 @@
 """
 Decoder configs: keys of a `config.json`, also settings of recipes, and every layer's specification.
 
-A family is a config with its differences from other families in files.
+A family is a config with its differences from other families in files, declared by a component.
 """
 
 import typing
@@ -12,13 +12,8 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from drawloom import above, between, setting
-from drawloom.components.model.decoder.rope import (
-    BY_LENGTH,
-    InvalidSetting,
-    Rope,
-    RopeScaling,
-)
-from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
+from drawloom.components.model.decoder.rope import BY_LENGTH, InvalidSetting, RopeScaling
+from drawloom.components.model.decoder.specs import AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec, Rope, SwiGlu
 from drawloom.ports import AttentionOptions, ConfigJson, Mapper, Settings
 
 MAX_SIZES = {
@@ -34,9 +29,8 @@ MAX_SIZES = {
 }
 """Upper bounds by kind of size: above all models' sizes, where checks alone would take minutes or gigabytes."""
 
-ATTENTION_BIAS = "add biases to the linear layers of attention"
-WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
-
+Pairs = tuple[tuple[str, str], ...]
+"""Keys in pairs."""
 
 Norms = tuple[str | None, str | None]
 """Norm names before and after a module, or None."""
@@ -51,11 +45,6 @@ def size_setting(kind: str, doc: str, least: int = 1, **options: Any) -> Any:
     return setting(doc, check=between(least, MAX_SIZES[kind] + 1), **options)
 
 
-# Without slots, as some families inherit from two configs.
-config_class = attrs.frozen(kw_only=True, slots=False)
-"""Decorator of config classes."""
-
-
 @attrs.frozen(kw_only=True, slots=False)
 class DecoderConfig:
     """
@@ -64,22 +53,42 @@ class DecoderConfig:
     Every field is a key in `config.json`, declared once: a recipe's setting with this type, check and documentation,
     whose values in files are checked likewise. A family's own class may declare keys, change the defaults of inherited
     ones (`rope_theta: float = 5e5`), and override the class variables and methods that choose the layers' mechanisms.
+    Specifications take fields with the names of keys or class variables from them (`PartSpec.from_config`). A subclass
+    is an attrs class without a decorator.
     """
 
     qk_norm: ClassVar[Literal["none", "head", "projection"]] = "none"
     """RMSNorm of queries and keys: by head, or over the whole projection."""
 
+    use_qk_norm = True
+    """Whether queries and keys have the norms."""
+
+    attention_score_scale: ClassVar[float | None] = None
+    """The factor by which attention scores are multiplied; None: head_dim ** -0.5."""
+
+    norms: ClassVar[tuple[Norms, Norms]] = ("input_layernorm", None), ("post_attention_layernorm", None)
+    """Norm names before and after a layer's mixer, then around its feed-forward network."""
+
     zero_centered: ClassVar[bool] = False
     """Whether norms multiply by 1 + weight."""
 
-    activation: ClassVar[Activation] = "silu"
-    """Activation of the gate in feed-forward networks."""
+    activation = SwiGlu()
+    """Activation in feed-forward networks and experts."""
 
     unused_keys: ClassVar[tuple[str, ...]] = ()
     """Inherited keys that the family does not have: such as `rope_theta`; without it layers have no positions."""
 
-    multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
+    multiples: ClassVar[Pairs] = ()
     """Pairs of keys; a value of the first is divisible by that of the second."""
+
+    maxima: ClassVar[Pairs] = ()
+    """Pairs of keys; the first one's value is at most the second one's."""
+
+    periods: ClassVar[Mapping[str, tuple[str, Any, Any]]] = {}
+    """
+    Lists by layer that files may leave out: the period's key in files, the usual item, and the item for the last layer
+    in a period.
+    """
 
     can_tie: ClassVar[bool] = True
     """Whether transformers can tie the head to the embedding."""
@@ -96,11 +105,26 @@ class DecoderConfig:
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys in files, by ours."""
 
+    image_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys in `rope_parameters` for positions in images, ignored for text."""
+
     zero_is_null: ClassVar[tuple[str, ...]] = ()
     """Keys that are null in files where they are 0 in recipes, which have no null."""
 
     stacks_experts: ClassVar[bool] = False
     """Whether files have a layer's experts in one tensor, as the model has."""
+
+    unread_tensors: ClassVar[tuple[str, ...]] = ()
+    """Patterns (fnmatch) for tensors in files without a parameter in the model."""
+
+    joins: ClassVar[tuple[Any, ...]] = ()
+    """Tensors that files join, each a `mapper.Join`."""
+
+    joins_of_modules: ClassVar[tuple[Any, ...]] = ()
+    """Tensors that transformers' modules join, unless it is what files join."""
+
+    inserted_dims: ClassVar[Mapping[str, tuple[int, ...]]] = {}
+    """Where files insert dimensions with size 1, one after another, by a parameter's last name."""
 
     renamed_tensors: ClassVar[Mapping[str, str]] = {}
     """Regular expressions, replaced one after another in the names of tensors in files."""
@@ -123,6 +147,9 @@ class DecoderConfig:
 
     partial_rotary_factor = 1.0
     """Part of the channels of a head that rotary positions rotate."""
+
+    rope_interleave = False
+    """Whether adjacent channels are rotated in pairs, instead of channels from both halves."""
 
     attention_bias = False
     """Whether the linear layers of attention have biases."""
@@ -156,6 +183,11 @@ class DecoderConfig:
     rms_norm_eps: float = training_setting("constant added to mean squares in norms", default=1e-6, check=above(0))
     initializer_range: float = training_setting("standard deviation of initial weights", default=0.02, check=above(0))
 
+    def __init_subclass__(cls) -> None:
+        """Make a family's class an attrs class; without slots, as some families inherit from two configs."""
+        super().__init_subclass__()
+        attrs.frozen(kw_only=True, slots=False)(cls)
+
     @property
     def max_sequence_length(self) -> int:
         """The maximum sequence length for rotary positions: max_position_embeddings, or more if they are scaled."""
@@ -166,31 +198,18 @@ class DecoderConfig:
         return max(self.max_position_embeddings, int(self.rope_scaling.factor * original))
 
     @property
+    def output_bias(self) -> bool:
+        """Whether the linear layer after attention has a bias."""
+        return self.attention_bias
+
+    @property
     def rotary_dim(self) -> int:
         """The number of rotated channels in a head."""
         return int(self.head_dim * self.partial_rotary_factor)
 
-    @property
-    def attention_score_scale(self) -> float | None:
-        """The factor by which attention scores are multiplied; None: head_dim ** -0.5."""
+    def map_experts(self, name: str) -> Mapper | None:
+        """Return the mapper for an experts' parameter that files have in another form, or None."""
         return None
-
-    @property
-    def unread_tensors(self) -> tuple[str, ...]:
-        """Patterns (fnmatch) for tensors in files without a parameter in the model."""
-        return ()
-
-    def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """
-        Yield the mappers for a parameter that files join with others or reshape; it reads the others, too.
-
-        Other parameters are mapped by `create_decoder_mapper`.
-        """
-        yield from ()
-
-    def join_modules(self, name: str) -> Iterator[Mapper]:
-        """Yield the mappers for a parameter that transformers' modules join or reshape; default: as in files."""
-        yield from self.join_tensors(name)
 
     @classmethod
     def read_keys(cls, config: ConfigJson) -> ConfigJson:
@@ -207,11 +226,6 @@ class DecoderConfig:
         """Convert a complete `config.json` with this class's keys to its form in files."""
         return config
 
-    def has_bias(self, projection: str) -> bool:
-        """Return whether a linear layer, called as in transformers (`q_proj`), has a bias."""
-        is_mlp = projection in ("gate_proj", "up_proj", "down_proj")
-        return self.mlp_bias if is_mlp else self.attention_bias
-
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a token attends to in a layer, itself included; None: all before it."""
         return None
@@ -220,38 +234,34 @@ class DecoderConfig:
         """Return a layer's rotary positions; None: it has none."""
         if "rope_theta" in self.unused_keys:
             return None
-        if self.rope_scaling is None:
-            return Rope(self.rotary_dim, self.rope_theta)
-        from drawloom.components.model.decoder.rope_scaling import convert_to_kernel_scaling
+        scaling: Any = None
+        if self.rope_scaling is not None:
+            from drawloom.components.model.decoder.rope_scaling import convert_to_kernel_scaling
 
-        scaling = convert_to_kernel_scaling(self.rope_scaling, self.max_position_embeddings)
-        return Rope(self.rotary_dim, self.rope_theta, scaling)
+            scaling = convert_to_kernel_scaling(self.rope_scaling, self.max_position_embeddings)
+        return Rope(self.rotary_dim, self.rope_theta, scaling, self.rope_interleave)
 
     def mixer_spec_of(self, layer: int) -> MixerSpec:
         """Return the specification for a layer's attention: here with grouped queries."""
-        return AttentionSpec(
-            heads=self.num_attention_heads,
-            kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
+        return AttentionSpec.from_config(
+            self,
             rope=self.rope_of(layer),
             window=self.window_of(layer),
-            qk_norm=self.qk_norm,
-            gate=self.attention_gate,
-            sinks=self.attention_sinks,
+            qk_norm=self.qk_norm if self.use_qk_norm else "none",
             options=AttentionOptions(scale=self.attention_score_scale),
         )
 
     def mlp_spec_of(self, layer: int) -> PartSpec:
         """Return the specification for a layer's feed-forward network or experts."""
-        return MlpSpec(width=self.intermediate_size, activation=self.activation)
+        return MlpSpec.from_config(self, width=self.intermediate_size)
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         """Return the name and the specification of the module in a layer's first branch: here attention."""
         return "self_attn", self.mixer_spec_of(layer)
 
     def norms_of(self, layer: int) -> tuple[Norms, Norms]:
-        """Return a layer's norms: names before and after its mixer, then around its feed-forward network."""
-        return ("input_layernorm", None), ("post_attention_layernorm", None)
+        """Return a layer's `norms`."""
+        return self.norms
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         """Return a layer's branches, in order: here a mixer and a feed-forward network."""
@@ -304,6 +314,10 @@ class DecoderConfig:
             if given[key] % (unit := given[other]):
                 why = f"{key} = {given[key]} is not divisible by {other} = {unit}"
                 yield InvalidSetting(key, why, f"write {unit}, or a multiple of it")
+        for key, other in cls.maxima:
+            if given[key] > (most := given[other]):
+                why = f"{key} = {given[key]} is more than {other} = {most}"
+                yield InvalidSetting(key, why, f"write {most}, or less")
         if given.get("tie_word_embeddings") and not cls.can_tie:
             why = "models of this family have a head of their own, and transformers can't read a tied one"
             yield InvalidSetting("tie_word_embeddings", why, "write false")
@@ -312,25 +326,6 @@ class DecoderConfig:
         if factor != 1 and (channels < 2 or channels % 2):
             why = f"partial_rotary_factor = {factor} rotates {channels} channels of head_dim = {given['head_dim']}"
             yield InvalidSetting("partial_rotary_factor", why, "write a factor that rotates pairs of channels")
-
-
-def config_fields(config: type[DecoderConfig]) -> "dict[str, attrs.Attribute[Any]]":
-    """
-    Return a config's fields by key, without `unused_keys`.
-
-    A field that changes a default has the check and documentation it inherits.
-    """
-    hints = typing.get_type_hints(config)
-    bases = [base for base in reversed(config.__mro__) if attrs.has(base)]
-    parents = [field for base in bases for field in attrs.fields(base) if not field.inherited]
-    declared = {field.name: field.metadata for field in parents if "doc" in field.metadata}
-    if undeclared := [field.name for field in attrs.fields(config) if field.name not in declared]:
-        raise TypeError(f"{config.__name__}.{undeclared[0]} has no documentation; declare it by setting(..., doc=...)")
-    return {
-        field.name: field.evolve(type=hints[field.name], metadata=declared[field.name])
-        for field in attrs.fields(config)
-        if field.name not in config.unused_keys
-    }
 
 
 def rotary_factor_setting(default: float) -> Any:
@@ -379,58 +374,86 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys for token ids: null, as transformers' defaults may lie outside the vocabulary."""
 
 
-@attrs.frozen
 class Family:
+    """Declarations in a family's component: its config class, and its keys in a `config.json`."""
+
+    config_type: ClassVar[type[DecoderConfig]]
+    """The config class."""
+
+    model_type: ClassVar[str]
+    """The `model_type` in files."""
+
+    class_name: ClassVar[str]
+    """The class in transformers."""
+
+    hf_defaults: ClassVar[Settings] = {}
+    """transformers' defaults for a config's keys, where they differ from ours."""
+
+    fixed: ClassVar[Settings] = {}
+    """Values that a config must have for a model to be built, and gets when it is written."""
+
+    derives_head_dim: ClassVar[bool] = True
+    """Whether a config may leave out head sizes without a default."""
+
+    other_types: ClassVar[tuple[str, ...]] = ()
+    """Further names in files for `model_type`."""
+
+    nested_types: ClassVar[Mapping[str, str]] = {}
     """
-    Family of models in files: its config class, and its keys in a `config.json`.
-
-    `hf_defaults` are transformers' defaults for a config's keys, where they differ from ours; `fixed` are values that a
-    config must have for a model to be built, and gets when it is written. With `derives_head_dim` a config may leave
-    out head sizes. Files may have `model_type` or one of `other_types`; multimodal models with `nested_types` have such
-    a config as `text_config`, and map to the decoder's prefix in the model that transformers builds for causal language
-    modeling. `ignored` are patterns (fnmatch) for tensors that are not loaded. `has_classifier` tells whether
-    transformers has a sequence classifier for `model_type`.
+    Types of multimodal models with such a config as `text_config`, and the decoder's prefix in the model that
+    transformers builds for causal language modeling.
     """
 
-    config: type[DecoderConfig]
-    model_type: str
-    class_name: str
-    hf_defaults: Settings = attrs.field(factory=dict)
-    fixed: Settings = attrs.field(factory=dict)
-    derives_head_dim: bool = True
-    other_types: tuple[str, ...] = ()
-    nested_types: Mapping[str, str] = attrs.field(factory=dict)
-    ignored: tuple[str, ...] = ()
-    has_classifier: bool = True
-    keys: "dict[str, attrs.Attribute[Any]]" = attrs.field(init=False, repr=False, eq=False)
-    """The fields of the config class: the keys of a `config.json`, and the settings with their names."""
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Patterns (fnmatch) for tensors that are not loaded."""
 
-    @keys.default
-    def _read_keys(self) -> "dict[str, attrs.Attribute[Any]]":
-        return config_fields(self.config)
+    has_classifier: ClassVar[bool] = True
+    """Whether transformers has a sequence classifier for `model_type`."""
 
-    @property
-    def required_keys(self) -> list[str]:
-        """The keys without a default."""
-        return [key for key, field in self.keys.items() if field.default is attrs.NOTHING]
+    keys: ClassVar["dict[str, attrs.Attribute[Any]]"]
+    """The config's fields without `unused_keys`: the keys of a `config.json`, and the settings with their names."""
 
-    @property
-    def constants(self) -> ConfigJson:
-        """The keys' defaults, except those that depend on other keys or on the tokenizer."""
-        return {key: field.default for key, field in self.keys.items() if isinstance(field.default, int | float | None)}
+    required_keys: ClassVar[list[str]]
+    """The keys without a default."""
 
-    def build_config(self, architecture: DecoderConfig) -> ConfigJson:
+    key_defaults: ClassVar[ConfigJson]
+    """The keys' defaults, except those that depend on other keys or on the tokenizer."""
+
+    def __init_subclass__(cls) -> None:
+        """Read a family's keys; a field that changes a default has the check and documentation it inherits."""
+        super().__init_subclass__()
+        if "config_type" not in vars(cls):
+            return
+        config = cls.config_type
+        hints, fields = typing.get_type_hints(config), attrs.fields(config)
+        bases = [base for base in reversed(config.__mro__) if attrs.has(base)]
+        parents = [field for base in bases for field in attrs.fields(base) if not field.inherited]
+        declared = {field.name: field for field in parents if "doc" in field.metadata}
+        if undeclared := [field.name for field in fields if field.name not in declared]:
+            why = "has no documentation; declare it by setting(..., doc=...)"
+            raise TypeError(f"{config.__name__}.{undeclared[0]} {why}")
+        cls.keys = {
+            field.name: field.evolve(type=hints[field.name], metadata=declared[field.name].metadata)
+            for field in fields
+            if field.name not in config.unused_keys
+        }
+        defaults = {key: field.default for key, field in cls.keys.items()}
+        cls.required_keys = [key for key, default in defaults.items() if default is attrs.NOTHING]
+        cls.key_defaults = {key: value for key, value in defaults.items() if isinstance(value, int | float | None)}
+
+    @classmethod
+    def build_config(cls, architecture: DecoderConfig) -> ConfigJson:
         """Return the `config.json` for a model; an export fills in the token ids."""
         # Rotary scaling has another form in files.
-        values = {key: getattr(architecture, key) for key in self.keys if key != "rope_scaling"}
-        values |= {key: values[key] or None for key in self.config.zero_is_null}
-        numbers = {self.config.renamed.get(key, key): value for key, value in values.items()}
-        named = {"architectures": [self.class_name], "model_type": self.model_type}
+        values = {key: getattr(architecture, key) for key in cls.keys if key != "rope_scaling"}
+        values |= {key: values[key] or None for key in cls.config_type.zero_is_null}
+        numbers = {cls.config_type.renamed.get(key, key): value for key, value in values.items()}
+        named = {"architectures": [cls.class_name], "model_type": cls.model_type}
         rope: ConfigJson = {}
         if architecture.rope_scaling is not None:
             from drawloom.components.model.decoder.rope_scaling import build_rope_parameters
 
             rope = build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
         no_ids = dict.fromkeys(TOKEN_IDS)
-        fixed = {**COMMON_FIXED, **self.fixed}
-        return self.config.write_keys({**named, **fixed, **numbers, **rope, **no_ids, "use_cache": True})
+        fixed = {**COMMON_FIXED, **cls.fixed}
+        return cls.config_type.write_keys({**named, **fixed, **numbers, **rope, **no_ids, "use_cache": True})

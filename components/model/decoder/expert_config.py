@@ -1,12 +1,11 @@
 """Configs for decoders with experts."""
 
 from collections.abc import Iterator, Sequence
-
-import attrs
+from typing import ClassVar
 
 from drawloom import above, at_least, setting
-from drawloom.components.model.decoder.branch_specs import ExpertSpec, Routing
-from drawloom.components.model.decoder.config import DecoderConfig, config_class, size_setting, training_setting
+from drawloom.components.model.decoder.branch_specs import ExpertSpec
+from drawloom.components.model.decoder.config import DecoderConfig, Pairs, size_setting, training_setting
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.ports import Settings
@@ -23,14 +22,16 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 """Experts of all layers: each is a tensor of its own in files."""
 
 
-@config_class
 class ExpertsConfig(DecoderConfig):
     """
     Config for a decoder with experts. A family decides which layers have experts, and how they are chosen.
 
+    Keys, class variables and properties called like fields of `ExpertSpec` are the experts' specification.
     `router_aux_loss_coef` and `router_z_loss_coef` are loss coefficients in training; both losses are means over
     layers.
     """
+
+    maxima: ClassVar[Pairs] = (("num_experts_per_tok", "num_experts"),)
 
     intermediate_size: int = size_setting("intermediate_size", "inner width of an expert")
     num_experts: int = size_setting("num_experts", "number of routed experts per layer")
@@ -43,29 +44,16 @@ class ExpertsConfig(DecoderConfig):
     )
 
     @property
-    def routing(self) -> Routing:
-        """The router's choice of experts: by softmax and top k, unless a family overrides this."""
-        return Routing()
-
-    @property
     def expert_width(self) -> int:
         """The inner width of an expert."""
         return self.intermediate_size
 
     @property
-    def shared_expert_width(self) -> int:
-        """The inner width for experts that all tokens visit."""
-        return 0
-
-    @property
     def expert_spec(self) -> ExpertSpec:
         """The specification for the experts of a layer."""
-        return ExpertSpec(
-            experts=self.num_experts,
-            choices=self.num_experts_per_tok,
+        return ExpertSpec.from_config(
+            self,
             width=self.expert_width,
-            routing=self.routing,
-            shared_expert_width=self.shared_expert_width,
             aux_loss_coef=self.router_aux_loss_coef / self.moe_layers,
             z_loss_coef=self.router_z_loss_coef / self.moe_layers,
         )
@@ -75,14 +63,11 @@ class ExpertsConfig(DecoderConfig):
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        """Yield the fault if a token chooses more experts than there are, or there are more than files can contain."""
+        """Yield the fault if there are more experts than files can contain."""
         yield from super().find_faults(given)
         if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
             why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
             yield InvalidSetting("num_experts", why, "write fewer")
-        elif (choices := given["num_experts_per_tok"]) > (experts := given["num_experts"]):
-            why = f"num_experts_per_tok = {choices} is more than num_experts = {experts}"
-            yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
 
     def layer_has_experts(self, number: int) -> bool:
         """Return True: all layers have experts, unless a subclass overrides this."""
@@ -94,7 +79,6 @@ class ExpertsConfig(DecoderConfig):
         return sum(map(self.layer_has_experts, range(self.num_hidden_layers)))
 
 
-@config_class
 class MoeConfig(ExpertsConfig):
     """Config for a decoder whose experts have another width than the feed-forward networks."""
 
@@ -115,11 +99,12 @@ def find_dense_width_faults(given: Settings, dense: Sequence[int]) -> Iterator[I
         yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")
 
 
-@config_class
 class GroupedExpertsConfig(MoeConfig):
     """Config for routed experts in groups and shared experts in all layers but the first."""
 
     renamed = {"num_experts": "n_routed_experts"}
+    wide_logits = True
+    maxima = (*MoeConfig.maxima, ("topk_group", "n_group"))
 
     n_shared_experts: int = size_setting(
         "num_experts", "number of shared experts per layer, which process all tokens", default=1
@@ -132,17 +117,8 @@ class GroupedExpertsConfig(MoeConfig):
     topk_group: int = training_setting("maximum number of expert groups per token", default=1, check=at_least(1))
 
     @property
-    def routing(self) -> Routing:
-        """Routing within groups, with float32 logits."""
-        return Routing(
-            routed_scaling_factor=self.routed_scaling_factor,
-            n_group=self.n_group,
-            topk_group=self.topk_group,
-            wide_logits=True,
-        )
-
-    @property
     def shared_expert_width(self) -> int:
+        """The inner width for experts that all tokens visit."""
         return self.n_shared_experts * self.moe_intermediate_size
 
     def layer_has_experts(self, number: int) -> bool:
@@ -163,28 +139,22 @@ class GroupedExpertsConfig(MoeConfig):
             fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
             why = f"n_group = {groups} does not divide num_experts = {experts} into groups of 2 or more"
             yield InvalidSetting("n_group", why, f"write one of {', '.join(map(str, fitting))}")
-        elif used > groups:
-            why = f"topk_group = {used} is more than n_group = {groups}"
-            yield InvalidSetting("topk_group", why, f"write {groups}")
         elif choices > used * (experts // groups) and choices <= experts:
             allowed = f"topk_group = {used} allows {used * experts // groups} experts"
             why = f"{allowed}, fewer than num_experts_per_tok = {choices}"
             yield InvalidSetting("topk_group", why, f"write {-(-choices * groups // experts)}, or more")
 
 
-@config_class
 class SigmoidExpertsConfig(GroupedExpertsConfig):
     """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
+
+    scoring_func = "sigmoid"
+    balancing_bias = True
 
     norm_topk_prob: bool = training_setting("normalise the scores of a token's experts to a sum of 1", default=True)
     router_aux_loss_coef: float = 0.0  # the router's bias balances
 
     @property
-    def unread_tensors(self) -> tuple[str, ...]:
+    def unread_tensors(self) -> tuple[str, ...]:  # type: ignore[override]
         count = self.num_hidden_layers
         return tuple(f"model.layers.{layer}.*" for layer in range(count, count + 16))  # for multi-token prediction
-
-    @property
-    def routing(self) -> Routing:
-        """Routing by sigmoid scores, with a balancing bias."""
-        return attrs.evolve(super().routing, scoring_func="sigmoid", bias=True, norm_topk_prob=self.norm_topk_prob)

@@ -1,8 +1,8 @@
 """
 A router, and the experts that it sends tokens to.
 
-The router chooses a token's experts, and its losses keep experts in balance. Nemotron 3 has networks without a gate,
-and experts between projections to fewer channels.
+The router chooses a token's experts, and its losses keep experts in balance. Nemotron 3 has experts between
+projections to fewer channels.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,8 @@ from torch.autograd import Function
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.branch_specs import ExpertSpec
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.layer import GatedMlp
 from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
-from drawloom.components.model.layers import Linear
+from drawloom.components.model.layers import Linear, at_least_float32
 from drawloom.components.parallel.row_sums import RowSums
 from drawloom.components.parallel.split_experts import ExpertParallel
 from drawloom.components.parallel.tensor_ranks import SplitDim
@@ -83,19 +82,19 @@ class Router(Linear, RowSums, ExpertRouter):
     Router that scores the experts for every token and chooses some. It is not a `Linear` to adapters: PEFT has none for
     routers. Every rank has the whole router, and routes its own tokens.
 
-    `e_score_correction_bias`, float32 (experts,), is the bias of `routing`; it has no gradient, since the choice it
+    `e_score_correction_bias`, float32 (experts,), is the balancing bias; it has no gradient, since the choice it
     decides has none. `aux_loss_coef` and `z_loss_coef` are for this layer's losses.
     """
 
     e_score_correction_bias: Tensor | None
 
     def __init__(self, hidden_size: int, spec: ExpertSpec, kernels: Kernels) -> None:
-        super().__init__(hidden_size, spec.experts, kernels, spec.routing.linear_bias)
-        self.spec, self.routing = spec, spec.routing
-        self.num_experts = spec.experts
+        super().__init__(hidden_size, spec.num_experts, kernels, spec.router_bias)
+        self.spec = spec
+        self.num_experts = spec.num_experts
         self.aux_loss_coef, self.z_loss_coef = spec.aux_loss_coef, spec.z_loss_coef
         self._observers: list[ObserveRouting] = []
-        self.register_buffer("e_score_correction_bias", torch.zeros(spec.experts) if spec.routing.bias else None)
+        self.register_buffer("e_score_correction_bias", torch.zeros(spec.num_experts) if spec.balancing_bias else None)
 
     def reset_parameters(self) -> None:
         """Fill the bias with zeros; the model's `initialize_parameter` or nn.Linear fills the weight."""
@@ -129,8 +128,8 @@ class Router(Linear, RowSums, ExpertRouter):
         a loss nor an observer.
         """
         is_token = None if padding is None else self.select_own_token_weights((~padding).float())
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        if self.routing.wide_logits:
+        wide = at_least_float32(self.weight)
+        if self.spec.wide_logits:
             logits = self.kernels.linear(hidden.to(wide), self.weight.to(wide))
         else:
             logits = super().forward(hidden)
@@ -138,7 +137,7 @@ class Router(Linear, RowSums, ExpertRouter):
             logits = logits.to(wide)
             token_coefs = self.select_own_token_weights(weights) * self.z_loss_coef
             logits = attach_loss_gradient(logits, sum_weighted_z_loss(logits, token_coefs))
-        scores = logits.softmax(-1, wide) if self.routing.scoring_func == "softmax" else logits.to(wide).sigmoid()
+        scores = logits.softmax(-1, wide) if self.spec.scoring_func == "softmax" else logits.to(wide).sigmoid()
         # Which experts are the best has no gradient; only their scores do.
         chosen = self.choose_experts(scores.detach())
         if weights is not None and self.aux_loss_coef:
@@ -148,9 +147,9 @@ class Router(Linear, RowSums, ExpertRouter):
                 self.remove_padding(chosen, weights), self.remove_padding(scores, weights), is_token
             )
         best = scores.gather(-1, chosen)
-        if self.routing.norm_topk_prob:
+        if self.spec.norm_topk_prob:
             best = self._divide_by_sum(best)
-        factor = self.routing.routed_scaling_factor
+        factor = self.spec.routed_scaling_factor
         return ExpertChoices(chosen, best if factor == 1.0 else best * factor)
 
     def _compute_aux_loss_surrogate(
@@ -170,21 +169,21 @@ class Router(Linear, RowSums, ExpertRouter):
         """Choose the experts with the best scores (..., experts) plus bias in the best groups: int64 (..., choices)."""
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias
-        if (groups := self.routing.n_group) > 1:
+        if (groups := self.spec.n_group) > 1:
             grouped = scores.view(*scores.shape[:-1], groups, self.num_experts // groups)
-            best = grouped.topk(self.routing.best_in_group).values.sum(-1).topk(self.routing.topk_group).indices
+            best = grouped.topk(self.spec.best_in_group).values.sum(-1).topk(self.spec.topk_group).indices
             other = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             scores = grouped.masked_fill(other.unsqueeze(-1), -torch.inf).flatten(-2)
-        return scores.topk(self.spec.choices).indices
+        return scores.topk(self.spec.num_experts_per_tok).indices
 
     def _normalise_unless_softmax(self, scores: Tensor) -> Tensor:
         """Divide scores (..., experts) by their sum, except softmax scores, whose sum is already 1."""
-        return scores if self.routing.scoring_func == "softmax" else self._divide_by_sum(scores)
+        return scores if self.spec.scoring_func == "softmax" else self._divide_by_sum(scores)
 
     def _divide_by_sum(self, scores: Tensor) -> Tensor:
         """Divide scores by their sum over the last dimension."""
         total = scores.sum(-1, keepdim=True)
-        return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
+        return scores / (total if self.spec.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
 
     def _report_token_counts(self, chosen: Tensor, scores: Tensor, is_token: Tensor | None) -> None:
         """
@@ -210,8 +209,8 @@ class SparseMoeBlock(nn.Module):
     Sum over a token's experts of probability * down(silu(gate(x)) * up(x)); each rank routes its own tokens.
 
     With `shared_expert_width`, the output of a feed-forward network that all tokens visit is added (Dai et al. 2024,
-    DeepSeekMoE, arXiv 2401.06066), with `shared_gate` times the sigmoid of a number by token. Modules and parameters
-    carry the names of transformers 5; `router` and `shared` in the spec are such module names. With `latent_width`,
+    DeepSeekMoE, arXiv 2401.06066), with `shared_expert_gate` times the sigmoid of a number by token. Modules and
+    parameters carry the names of transformers 5, the spec those of router and shared experts. With `moe_latent_size`,
     `LatentMoeBlock` projects tokens to the experts' channels and back.
     """
 
@@ -220,12 +219,12 @@ class SparseMoeBlock(nn.Module):
     def __init__(self, architecture: DecoderConfig, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__()
         self.spec = spec
-        self.add_module(spec.router, self.router_class(architecture.hidden_size, spec, kernels))
-        self.experts = Experts(spec.latent_width or architecture.hidden_size, spec, kernels)
+        self.add_module(spec.router_name, self.router_class(architecture.hidden_size, spec, kernels))
+        self.experts = Experts(spec.moe_latent_size or architecture.hidden_size, spec, kernels)
         if spec.shared_expert_width:
-            mlp = MlpSpec(width=spec.shared_expert_width, activation=spec.activation.in_mlp)
-            self.add_module(spec.shared, mlp.build(architecture, kernels))
-        if spec.shared_gate:
+            mlp = MlpSpec(width=spec.shared_expert_width, activation=spec.activation)
+            self.add_module(spec.shared_name, mlp.build(architecture, kernels))
+        if spec.shared_expert_gate:
             self.shared_expert_gate = SharedGate(architecture.hidden_size, 1, kernels, style="whole")
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
@@ -234,15 +233,15 @@ class SparseMoeBlock(nn.Module):
 
         With weights of tokens in the context, the backward pass adds gradients of the router's losses.
         """
-        chosen, probabilities = self.get_submodule(self.spec.router)(hidden, context.weights, context.padding)
+        chosen, probabilities = self.get_submodule(self.spec.router_name)(hidden, context.weights, context.padding)
         choices, scale = (tensor.flatten(0, -2) for tensor in (chosen, probabilities))
         mixed = self.apply_experts(hidden, choices, scale).view_as(hidden)
         return mixed + self.apply_shared_experts(hidden) if self.spec.shared_expert_width else mixed
 
     def apply_shared_experts(self, hidden: Tensor) -> Tensor:
         """Return the output for all tokens' network, given hidden states (..., hidden_size)."""
-        shared: Tensor = self.get_submodule(self.spec.shared)(hidden)
-        return self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared
+        shared: Tensor = self.get_submodule(self.spec.shared_name)(hidden)
+        return self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_expert_gate else shared
 
     def apply_experts(self, hidden: Tensor, choices: Tensor, scale: Tensor) -> Tensor:
         """Return the weighted sums of the experts' outputs, (tokens, hidden_size); see `Experts`."""
@@ -263,18 +262,18 @@ class Experts(ExpertParallel):
     def __init__(self, width: int, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__()
         self.spec = spec
-        shapes = (spec.activation.factors * spec.width, width), (width, spec.width)
+        shapes = (len(spec.activation.inner_projections) * spec.width, width), (width, spec.width)
         for name, shape in zip(self.matrices, shapes, strict=True):
-            self.register_parameter(name, nn.Parameter(torch.empty(spec.experts, *shape)))
-        for name, shape in zip(self.matrices, shapes, strict=True) if spec.biases else ():
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(spec.experts, shape[0])))
-        self.num_experts = spec.experts
+            self.register_parameter(name, nn.Parameter(torch.empty(spec.num_experts, *shape)))
+        for name, shape in zip(self.matrices, shapes, strict=True) if spec.expert_biases else ():
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(spec.num_experts, shape[0])))
+        self.num_experts = spec.num_experts
         self.kernels = kernels
 
     @property
     def matrices(self) -> tuple[str, str]:
         """The names of the parameters before and after the activation, (experts, outputs, inputs)."""
-        return self.spec.activation.parameter, "down_proj"
+        return self.spec.activation.expert_matrix, "down_proj"
 
     def create_dispatcher(self, mesh: Mesh) -> Dispatcher:
         from drawloom.components.experts.all_to_all import AllToAllExperts
@@ -282,7 +281,7 @@ class Experts(ExpertParallel):
         return AllToAllExperts(kernels=self.kernels, mesh=mesh)
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        visited, (first, last) = self.spec.choices / self.spec.experts, self.matrices
+        visited, (first, last) = self.spec.num_experts_per_tok / self.spec.num_experts, self.matrices
         return {
             first: Role(True, "normal", visited),
             last: Role(True, "normal", visited, is_residual=True),
@@ -303,12 +302,12 @@ class Experts(ExpertParallel):
         """Apply experts to their rows (rows, hidden_size), which end at `ends`, and multiply by scale (rows,)."""
         first, last = self.matrices
         products = self.project(first, rows, ends)
-        if self.spec.biases:
+        if self.spec.expert_biases:
             products = self.kernels.add_expert_bias(products, self.get_parameter(f"{first}_bias"), ends)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
-        mixed = self.spec.activation.apply(self.kernels, products, scale)
+        mixed = self.spec.activation.apply_and_scale(self.kernels, products, scale)
         outputs = self.project(last, mixed, ends)
-        if self.spec.biases:
+        if self.spec.expert_biases:
             outputs = self.kernels.add_expert_bias(outputs, self.get_parameter(f"{last}_bias"), ends, scale)
         return outputs
 
@@ -321,22 +320,13 @@ class Experts(ExpertParallel):
         return self.kernels.grouped_gemm(rows, getattr(self, name), ends, transposed=True)
 
 
-class SquaredReluMlp(GatedMlp):
-    """down_proj(relu(up_proj(x)) ** 2)."""
-
-    inner_projections = ("up_proj",)
-
-    def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.up_proj(hidden).relu().square())  # type: ignore[no-any-return]
-
-
 class LatentMoeBlock(SparseMoeBlock):
     """Experts whose inputs and outputs have fewer channels; the shared experts have all."""
 
     def __init__(self, architecture: DecoderConfig, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__(architecture, spec, kernels)
         outer = architecture.hidden_size
-        latent = spec.latent_width or outer
+        latent = spec.moe_latent_size or outer
         self.fc1_latent_proj = Linear(outer, latent, kernels, style="whole")
         self.fc2_latent_proj = Linear(latent, outer, kernels, style="whole", is_residual=True)
 

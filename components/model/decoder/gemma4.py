@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.branch_specs import ExpertSpec, NormedRouting, PerLayerInputSpec
+from drawloom.components.model.decoder.branch_specs import ExpertSpec, PerLayerInputSpec
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.experts import ExpertChoices, Router, SparseMoeBlock
 from drawloom.components.model.decoder.layer import Attention, Block
 from drawloom.components.model.decoder.model import CausalLM, Decoder
 from drawloom.components.model.decoder.specs import AttentionSpec, LayerContext
-from drawloom.components.model.layers import ChunkedHead, Embedding, Linear, RMSNorm
+from drawloom.components.model.layers import ChunkedHead, Embedding, Linear, RMSNorm, at_least_float32
 from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.ports import Finish, Head, Kernels, LayerRange, TokenContext
 
@@ -29,7 +29,7 @@ class CappedCausalLM(CausalLM):
         def finish_with_cap(hidden: Tensor, head: Head) -> Any:
             def project(hidden: Tensor) -> Tensor:
                 logits = head.logits(hidden)
-                return cap * (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh()  # type: ignore[no-any-return]
+                return cap * (logits.to(at_least_float32(logits)) / cap).tanh()  # type: ignore[no-any-return]
 
             return finish(hidden, ChunkedHead(project, size))
 
@@ -58,7 +58,7 @@ class NormedValueAttention(Attention):
     """Attention whose values are normed by head, without a weight; keys and values stay for later layers."""
 
     def norm_and_rotate(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        ones = v.new_ones(self.spec.head_dim, dtype=torch.promote_types(v.dtype, torch.float32))
+        ones = v.new_ones(self.spec.head_dim, dtype=at_least_float32(v))
         q, k, v = super().norm_and_rotate(q, k, self.kernels.rms_norm(v, ones, self.q_norm.eps), context)
         if self.spec.link:
             context.links.setdefault(self.spec.link, (k, v))  # recomputation leaves the first ones, which have a graph
@@ -70,11 +70,11 @@ class SharedKeysAttention(TensorParallel):
 
     def __init__(self, architecture: DecoderConfig, spec: AttentionSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, unit, has_bias = architecture.hidden_size, spec.head_dim, architecture.has_bias
-        inner = spec.heads * unit
-        self.q_proj = Linear(outer, inner, kernels, has_bias("q_proj"), unit=unit)
+        outer, unit, bias = architecture.hidden_size, spec.head_dim, architecture.attention_bias
+        inner = spec.num_attention_heads * unit
+        self.q_proj = Linear(outer, inner, kernels, bias, unit=unit)
         self.q_norm = RMSNorm(unit, architecture.rms_norm_eps, kernels)
-        self.o_proj = Linear(inner, outer, kernels, has_bias("o_proj"), "rowwise", unit, is_residual=True)
+        self.o_proj = Linear(inner, outer, kernels, architecture.output_bias, "rowwise", unit, is_residual=True)
         self.spec = spec
         self.kernels = kernels
 
@@ -90,18 +90,16 @@ class SharedKeysAttention(TensorParallel):
 class NormedRouter(Router):
     """Router that norms its inputs, multiplies their channels by `scale`, and experts' weights by one number each."""
 
-    routing: NormedRouting
-
     def __init__(self, hidden_size: int, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__(hidden_size, spec, kernels)
         self.scale = nn.Parameter(torch.ones(hidden_size))
-        self.per_expert_scale = nn.Parameter(torch.ones(spec.experts))
+        self.per_expert_scale = nn.Parameter(torch.ones(spec.num_experts))
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, weights: Tensor | None = None, padding: Tensor | None = None
     ) -> ExpertChoices:
         """Choose experts for hidden states (..., hidden_size); see `Router`."""
-        normed = self.kernels.rms_norm(hidden, self.scale * hidden.shape[-1] ** -0.5, self.routing.eps)
+        normed = self.kernels.rms_norm(hidden, self.scale * hidden.shape[-1] ** -0.5, self.spec.rms_norm_eps)
         chosen, best = super().forward(normed, weights, padding)
         return ExpertChoices(chosen, best * self.per_expert_scale.to(best.dtype)[chosen])
 

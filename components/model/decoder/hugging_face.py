@@ -1,7 +1,7 @@
 """Decoders in Hugging Face's form: reading and writing `config.json`."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,9 +16,9 @@ from drawloom.components.model.decoder.config import (
     derive_head_sizes,
     find_size_faults,
 )
-from drawloom.components.model.decoder.layer_types import FULL, OF_IMAGES, SLIDING
+from drawloom.components.model.decoder.layer_types import FULL, SLIDING, alternate_by_layer
 from drawloom.components.model.decoder.rope import InvalidSetting, RopeScaling
-from drawloom.components.model.decoder.rope_scaling import USED, longrope_attention_factor
+from drawloom.components.model.decoder.rope_scaling import USED, find_rope_faults, longrope_attention_factor
 from drawloom.components.storage.durable_files import open_untrusted_file
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.graph.types.structure import CONVERTER
@@ -52,31 +52,26 @@ BESIDES = (*HOISTED, "rope_type", "type")
 """Keys in `rope_parameters` beside the scaling's."""
 
 
-def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
+def _parse_scaling(rope: Settings, config: Settings, ignored: Collection[str]) -> RopeScaling | None:
     """Return a config's rotary scaling, None without one. Raises ValueError if it can't be built."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
+    given = {key: value for key, value in rope.items() if key not in (*BESIDES, *ignored) and value is not None}
     if kind not in HUGGING_FACE:
         kinds = ", ".join(HUGGING_FACE)
         raise ValueError(f"scales rotary positions by rope_type = {kind!r}, where only {kinds} can be built")
-    used = USED.get(kind, ())
     if kind == "longrope" and "factor" in given:  # only for the factor of attention
         factor, original = given.pop("factor"), given.get("original_max_position_embeddings")
         if type(factor) in (int, float) and type(original) is int:
             given.setdefault("attention_factor", longrope_attention_factor(factor, original))
-    if strange := [key for key in given if key not in used]:
-        raise ValueError(f"has {strange[0]}, which is not supported with rotary positions of type {kind!r}")
-    if kind == "default":
-        return None
-    if (length := "original_max_position_embeddings") in used:
+    if (length := "original_max_position_embeddings") in USED[kind]:
         # What stands at the top of a config is used before what is within, as by transformers.
         given[length] = config.get(length) or given.get(length, config.get("max_position_embeddings"))
-    if "factor" in used and "factor" not in given:
-        raise ValueError(f"lacks the factor by which rotary positions are scaled ({kind!r})")
     scaling, problems = CONVERTER.structure({"rope_type": kind, **given}, RopeScaling)
     for problem in problems:
         raise ValueError(f"has an invalid {problem.path[0]} for rotary positions: {problem.text}")
-    return scaling  # type: ignore[no-any-return]
+    for fault in find_rope_faults(scaling, None):
+        raise ValueError(f"can't be built: {fault.why}")
+    return None if kind == "default" else scaling
 
 
 MAX_CONFIG = 2**20
@@ -86,13 +81,13 @@ OTHER_KEYS = {"num_local_experts": "num_experts"}
 """From a newer name in transformers to the name in published files."""
 
 
-def read_config(family: Family, path: Path) -> DecoderConfig:
+def read_config(family: type[Family], path: Path) -> DecoderConfig:
     """Read a `config.json`, or the one in a folder. Raises UserError if it is not a config of the family."""
     path = locate_config_json(path)
     return _build_architecture(family, read_config_json(path), path)
 
 
-def _text_config(family: Family, config: Settings) -> Settings:
+def _text_config(family: type[Family], config: Settings) -> Settings:
     """
     Return a multimodal model's text config, or any other config unchanged.
 
@@ -106,7 +101,7 @@ def _text_config(family: Family, config: Settings) -> Settings:
     return {**config["text_config"], **tied}
 
 
-def _is_multimodal(family: Family, config: Settings) -> bool:
+def _is_multimodal(family: type[Family], config: Settings) -> bool:
     """Return whether a `config.json` has a config for the family as its text config."""
     return config.get("model_type") in family.nested_types and isinstance(config.get("text_config"), Mapping)
 
@@ -117,7 +112,9 @@ OF_CLASSIFIERS = ("num_labels", "id2label", "label2id", "problem_type")
 """Keys for sequence classifiers, which a language model does not have."""
 
 
-def build_updated_folder_config(family: Family, path: Path, architecture: DecoderConfig, text_only: bool) -> ConfigJson:
+def build_updated_folder_config(
+    family: type[Family], path: Path, architecture: DecoderConfig, text_only: bool
+) -> ConfigJson:
     """
     Return the `config.json` at `path`, as a language model's config, with a model's values for changed keys.
 
@@ -140,13 +137,13 @@ def build_updated_folder_config(family: Family, path: Path, architecture: Decode
     return {**original, "text_config": text, **changed}
 
 
-def _replace_changed_keys(family: Family, config: Settings, before: Settings, written: Settings) -> ConfigJson:
+def _replace_changed_keys(family: type[Family], config: Settings, before: Settings, written: Settings) -> ConfigJson:
     """Return a config with the differences between two written ones, and without the changed keys' other names."""
     changed = {key: value for key, value in written.items() if key not in before or before[key] != value}
     if changed.keys() & set(ROPE_KEYS) or before.keys() - written.keys():
         rope = dict(written.get("rope_parameters") or {"rope_type": "default", "rope_theta": written["rope_theta"]})
         if isinstance(old_rope := config.get("rope_parameters"), Mapping):
-            rope |= {key: old_rope[key] for key in OF_IMAGES if key in old_rope}
+            rope |= {key: old_rope[key] for key in family.config_type.image_keys if key in old_rope}
         changed |= {key: written[key] for key in ROPE_KEYS if key in written} | {"rope_parameters": rope}
         config = {key: value for key, value in config.items() if key not in ROPE_KEYS}
     names = _list_names_in_files(family)
@@ -154,9 +151,9 @@ def _replace_changed_keys(family: Family, config: Settings, before: Settings, wr
     return {key: value for key, value in config.items() if names.get(key, key) not in replaced} | changed
 
 
-def _list_names_in_files(family: Family) -> dict[str, str]:
+def _list_names_in_files(family: type[Family]) -> dict[str, str]:
     """Return our keys, by their names in files."""
-    return OTHER_KEYS | {theirs: ours for ours, theirs in family.config.renamed.items()}
+    return OTHER_KEYS | {theirs: ours for ours, theirs in family.config_type.renamed.items()}
 
 
 def locate_config_json(path: Path) -> Path:
@@ -185,7 +182,7 @@ def read_config_json(path: Path) -> ConfigJson:
     return config
 
 
-def _build_architecture(family: Family, config: Settings, path: Path) -> DecoderConfig:
+def _build_architecture(family: type[Family], config: Settings, path: Path) -> DecoderConfig:
     """Build a config object from a `config.json`; `path` is for messages. Raises UserError for an invalid one."""
     try:
         return _convert_to_architecture(family, _text_config(family, config))
@@ -195,18 +192,22 @@ def _build_architecture(family: Family, config: Settings, path: Path) -> Decoder
         raise UserError(f"config: {path} {error}; {instead}") from error
 
 
-def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
+def _convert_to_architecture(family: type[Family], config: Settings) -> DecoderConfig:
     """Build a config object. Raises ValueError with a reason that follows the path."""
     # transformers 5 writes newer names, and folders of either age are read.
     names = _list_names_in_files(family)
     _check_types(family, config, names)
     config = {names.get(key, key): x for key, x in config.items() if x is not None or key not in READ_TYPES}
-    config |= {key: 0 for key in family.config.zero_is_null if config.get(key, 0) is None}
-    config = family.config.read_keys(config)
+    config |= {key: 0 for key in family.config_type.zero_is_null if config.get(key, 0) is None}
+    config = family.config_type.read_keys(config)
+    for key, (period_key, other, last) in family.config_type.periods.items():
+        layers, period = config.get("num_hidden_layers"), config.get(period_key, 0)
+        if config.get(key) is None and layers and period > 0:
+            config[key] = alternate_by_layer(layers, period, other, last)
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     config |= {key: rope[key] for key in HOISTED if key in rope}
-    scaling = _parse_scaling(rope, config)
+    scaling = _parse_scaling(rope, config, family.config_type.image_keys)
     if scaling and "rope_scaling" not in family.keys:
         raise ValueError(f"says rope_scaling = {json.dumps(rope)}, where only null can be built")
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
@@ -225,9 +226,9 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
         values = derive_head_sizes(values) | values
     # A missing rope_theta is refused, too, because transformers' default is not Qwen3's.
     needed = [*family.required_keys, *(["rope_theta"] if "rope_theta" in family.keys else [])]
-    if missing := [family.config.renamed.get(key, key) for key in needed if key not in values]:
+    if missing := [family.config_type.renamed.get(key, key) for key in needed if key not in values]:
         raise ValueError(f"lacks {', '.join(missing)}")
-    architecture = family.config(**{**values, "rope_scaling": scaling})
+    architecture = family.config_type(**{**values, "rope_scaling": scaling})
     for fault in find_inconsistent_sizes(architecture):
         raise ValueError(f"is inconsistent: {fault.why}")
     layers = range(architecture.num_hidden_layers)
@@ -239,7 +240,7 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     return architecture
 
 
-def _check_types(family: Family, config: Settings, names: Mapping[str, str]) -> None:
+def _check_types(family: type[Family], config: Settings, names: Mapping[str, str]) -> None:
     """Raise ValueError for a value of another type than its key's, or outside its bounds; null is allowed."""
     checked = {key: (field.type, field.metadata["check"]) for key, field in family.keys.items()}
     checked |= {key: (kind, None) for key, kind in READ_TYPES.items()}
@@ -257,7 +258,7 @@ def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSett
     yield from architecture.find_faults(sizes)
 
 
-def _check_fixed_values(family: Family, config: Settings) -> None:
+def _check_fixed_values(family: type[Family], config: Settings) -> None:
     """Raise ValueError for a value other than the only one that can be built."""
     kinds = (family.model_type, *family.other_types)
     if (kind := config.get("model_type", family.model_type)) not in kinds:

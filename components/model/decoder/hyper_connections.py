@@ -25,9 +25,10 @@ class HyperConnection(nn.Module):
 
     At the start a branch reads stream `first` and writes to all streams, and none are mixed: they equal a plain
     residual stream. Parameters are differences from this.
-    """
 
-    is_constrained = False
+    With mHC, weights to read are between 0 and 1, weights to write between 0 and 2, and rows and columns of mixing
+    weights add up to 1 (Sinkhorn-Knopp). At the start weights to read add up to 1, most of it for stream `first`.
+    """
 
     def __init__(self, architecture: DecoderConfig, spec: ConnectionSpec, kernels: Kernels) -> None:
         super().__init__()
@@ -42,7 +43,8 @@ class HyperConnection(nn.Module):
     @property
     def projection_sizes(self) -> tuple[int, int, int]:
         """The projection's outputs and inputs, and how many scales its outputs have."""
-        return 2 + self.spec.streams, self.width, 2
+        count = self.spec.streams
+        return (count * (2 + count), count * self.width, 3) if self.spec.is_constrained else (2 + count, self.width, 2)
 
     def forward(self, streams: Tensor, output: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """
@@ -53,7 +55,7 @@ class HyperConnection(nn.Module):
         # A norm's weight may multiply the projection's inputs as well as the streams.
         projection = (self.projection * self.norm.weight).to(streams.dtype)
         parameters = projection, self.read, self.write, self.mix, self.scale
-        connection = *parameters, self.norm.eps, self.spec.first, self.is_constrained
+        connection = *parameters, self.norm.eps, self.spec.first, self.spec.is_constrained
         return self.kernels.connect_streams(streams, output, before, connection)
 
     def parameter_roles(self) -> Mapping[str, Role]:
@@ -61,22 +63,6 @@ class HyperConnection(nn.Module):
         uses = self.spec.streams * self.width // self.projection.shape[1]
         products = {"read": self.width, "mix": self.width, "write": 0, "projection": uses}
         return {name: Role(False, 0.0, count) for name, count in products.items()} | {"scale": Role(False, 0.01)}
-
-
-class ConstrainedConnection(HyperConnection):
-    """
-    mHC: weights to read are between 0 and 1, weights to write between 0 and 2, and rows and columns of mixing weights
-    add up to 1 (Sinkhorn-Knopp).
-
-    At the start weights to read add up to 1, and most of it is for stream `first`.
-    """
-
-    is_constrained = True
-
-    @property
-    def projection_sizes(self) -> tuple[int, int, int]:
-        count = self.spec.streams
-        return count * (2 + count), count * self.width, 3
 
 
 class HyperBlock(Block):

@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.branch_specs import LatentSpec, SharedInd
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.experts import attach_loss_gradient
 from drawloom.components.model.decoder.specs import LayerContext
-from drawloom.components.model.layers import Linear, RMSNorm
+from drawloom.components.model.layers import Linear, RMSNorm, at_least_float32
 from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.ports import Kernels
 
@@ -24,8 +24,8 @@ LATENT_EPS = 1e-6
 
 class LatentInputs(NamedTuple):
     """
-    Queries (rows, length, heads, nope_dim) and (rows, length, heads, rope_dim), latents (rows, length, kv_rank), and
-    the rotated part of keys (rows, length, 1, rope_dim).
+    Queries (rows, length, heads, qk_nope_head_dim) and (rows, length, heads, rope_dim), latents (rows, length,
+    kv_lora_rank), and the rotated part of keys (rows, length, 1, rope_dim).
     """
 
     q_nope: Tensor
@@ -44,20 +44,26 @@ class LatentAttention(TensorParallel):
 
     def __init__(self, architecture: DecoderConfig, spec: LatentSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, has_bias, heads = architecture.hidden_size, architecture.has_bias, spec.heads
-        unit, kv_unit = spec.nope_dim + spec.rope_dim, spec.nope_dim + spec.v_dim
-        if spec.query_rank is None:
+        outer, bias, heads = architecture.hidden_size, architecture.attention_bias, spec.num_attention_heads
+        unit, kv_unit = spec.qk_nope_head_dim + spec.rope_dim, spec.qk_nope_head_dim + spec.v_head_dim
+        if not spec.q_lora_rank:
             self.q_proj = Linear(outer, heads * unit, kernels, unit=unit)
         else:
-            self.q_a_proj = Linear(outer, spec.query_rank, kernels, has_bias("q_a_proj"), "whole")
-            self.q_a_layernorm = RMSNorm(spec.query_rank, LATENT_EPS, kernels)
-            self.q_b_proj = Linear(spec.query_rank, heads * unit, kernels, unit=unit)
-        latent = spec.kv_rank + spec.rope_dim
-        self.kv_a_proj_with_mqa = Linear(outer, latent, kernels, has_bias("kv_a_proj_with_mqa"), "whole")
-        self.kv_a_layernorm = RMSNorm(spec.kv_rank, LATENT_EPS, kernels)
-        self.kv_b_proj = Linear(spec.kv_rank, heads * kv_unit, kernels, unit=kv_unit)
+            self.q_a_proj = Linear(outer, spec.q_lora_rank, kernels, bias, "whole")
+            self.q_a_layernorm = RMSNorm(spec.q_lora_rank, LATENT_EPS, kernels)
+            self.q_b_proj = Linear(spec.q_lora_rank, heads * unit, kernels, unit=unit)
+        latent = spec.kv_lora_rank + spec.rope_dim
+        self.kv_a_proj_with_mqa = Linear(outer, latent, kernels, bias, "whole")
+        self.kv_a_layernorm = RMSNorm(spec.kv_lora_rank, LATENT_EPS, kernels)
+        self.kv_b_proj = Linear(spec.kv_lora_rank, heads * kv_unit, kernels, unit=kv_unit)
         self.o_proj = Linear(
-            heads * spec.v_dim, outer, kernels, has_bias("o_proj"), "rowwise", spec.v_dim, is_residual=True
+            heads * spec.v_head_dim,
+            outer,
+            kernels,
+            architecture.output_bias,
+            "rowwise",
+            spec.v_head_dim,
+            is_residual=True,
         )
         self.spec = spec
         self.kernels = kernels
@@ -65,16 +71,17 @@ class LatentAttention(TensorParallel):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape, spec = context.documents.shape, self.spec
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden).split([spec.kv_rank, spec.rope_dim], -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden).split([spec.kv_lora_rank, spec.rope_dim], -1)
         latent, own = self.kv_a_layernorm(latent), None
-        if spec.query_rank is None:
+        if not spec.q_lora_rank:
             q = self.q_proj(self.ranks.gather_tokens(hidden, shape))
             latent, k_rope = self._gather_split_tokens([latent, k_rope], shape)
         else:
             own = self.q_a_layernorm(self.q_a_proj(hidden))
             query_latent, latent, k_rope = self._gather_split_tokens([own, latent, k_rope], shape)
             q = self.q_b_proj(query_latent)
-        q_nope, q_rope = q.view(*shape, -1, spec.nope_dim + spec.rope_dim).split([spec.nope_dim, spec.rope_dim], -1)
+        widths = [spec.qk_nope_head_dim, spec.rope_dim]
+        q_nope, q_rope = q.view(*shape, -1, sum(widths)).split(widths, -1)
         interleaved = spec.rope is not None and spec.rope.interleaved
         q_rope, k_rope = (context.rotate(self.kernels, x, interleaved) for x in (q_rope, k_rope.unsqueeze(-2)))
         mixed = self.attend(LatentInputs(q_nope, q_rope, latent, k_rope), hidden, own, context)
@@ -84,10 +91,10 @@ class LatentAttention(TensorParallel):
         self, inputs: LatentInputs, hidden: Tensor, query_latent: Tensor | None, context: LayerContext
     ) -> Tensor:
         """
-        Return attention's results (rows, length, heads, v_dim).
+        Return attention's results (rows, length, heads, v_head_dim).
 
         `hidden` and `query_latent` (..., width) are of this rank's split tokens; the latter is None without a
-        `query_rank`.
+        `q_lora_rank`.
         """
         q_nope, q_rope, latents, k_rope = inputs
         k_nope, v = self._split_expanded(self.kv_b_proj(latents))
@@ -96,10 +103,10 @@ class LatentAttention(TensorParallel):
         return self.kernels.attention(q, k, v, context.mask, self.spec.options)
 
     def _split_expanded(self, kv: Tensor) -> Sequence[Tensor]:
-        """Return keys (..., heads, nope_dim) and values (..., heads, v_dim) from projected latents."""
+        """Return keys (..., heads, qk_nope_head_dim) and values (..., heads, v_head_dim) from projected latents."""
         spec = self.spec
-        heads = kv.view(*kv.shape[:-1], -1, spec.nope_dim + spec.v_dim)
-        return torch.split(heads, [spec.nope_dim, spec.v_dim], -1)
+        heads = kv.view(*kv.shape[:-1], -1, spec.qk_nope_head_dim + spec.v_head_dim)
+        return torch.split(heads, [spec.qk_nope_head_dim, spec.v_head_dim], -1)
 
     def _gather_split_tokens(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
         """Gather several tensors' split tokens (tokens, width) in one collective; return (rows, length, width)."""
@@ -114,10 +121,10 @@ class Indexer(nn.Module):
 
     def __init__(self, architecture: DecoderConfig, spec: SparseLatentSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, heads = architecture.hidden_size, spec.index_heads
-        self.wq_b = Linear(spec.query_rank, heads * spec.index_dim, kernels, style="whole")
-        self.wk = Linear(outer, spec.index_dim, kernels, style="whole")
-        self.k_norm = nn.LayerNorm(spec.index_dim, LATENT_EPS)
+        outer, heads = architecture.hidden_size, spec.index_n_heads
+        self.wq_b = Linear(spec.q_lora_rank, heads * spec.index_head_dim, kernels, style="whole")
+        self.wk = Linear(outer, spec.index_head_dim, kernels, style="whole")
+        self.k_norm = nn.LayerNorm(spec.index_head_dim, LATENT_EPS)
         self.weights_proj = Linear(outer, heads, kernels, style="whole")
 
     def forward(self, hidden: Tensor, query_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,18 +143,18 @@ class ChoiceAttention(LatentAttention):
 
     def attend_to_choice(self, inputs: LatentInputs, choice: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """
-        Return results (rows, length, heads, v_dim), and weights like `Kernels.sparse_attention`.
+        Return results (rows, length, heads, v_head_dim), and weights like `Kernels.sparse_attention`.
 
         `choice` is int32 (rows, length, chosen).
         """
         spec, (q_nope, q_rope, latents, k_rope) = self.spec, inputs
         # The identity's projection is the weight, also if the layer has another form of it, or an adapter.
-        identity = torch.eye(spec.kv_rank, dtype=latents.dtype, device=latents.device)
+        identity = torch.eye(spec.kv_lora_rank, dtype=latents.dtype, device=latents.device)
         to_keys, to_values = self._split_expanded(self.kv_b_proj(identity))
         latents, k_rope, _ = self.kernels.extend_keys(latents.unsqueeze(-2), k_rope, context.mask)
         q = torch.cat([torch.einsum("rlhn,chn->rlhc", q_nope, to_keys), q_rope], -1)
         joined = torch.cat([latents, k_rope], -1).squeeze(-2)
-        mixed, weights = self.kernels.sparse_attention(q, joined, choice, spec.kv_rank, spec.options.scale or 1.0)
+        mixed, weights = self.kernels.sparse_attention(q, joined, choice, spec.kv_lora_rank, spec.options.scale or 1.0)
         return torch.einsum("rlhc,chv->rlhv", mixed, to_values), weights
 
 
@@ -183,11 +190,12 @@ class SparseLatentAttention(ChoiceAttention):
         parts = self.indexer(hidden, query_latent)
         queries, keys, factors = (self.ranks.gather_tokens_without_grad_sum(part, shape) for part in parts)
         queries, keys = (
-            context.rotate(kernels, x.view(*shape, -1, spec.index_dim), spec.index_interleaved) for x in (queries, keys)
+            context.rotate(kernels, x.view(*shape, -1, spec.index_head_dim), spec.index_interleaved)
+            for x in (queries, keys)
         )
         keys, _, visible = kernels.extend_keys(keys, keys, context.mask)
-        wide = torch.promote_types(factors.dtype, torch.float32)
-        factors = factors.to(wide) * (spec.index_heads * spec.index_dim) ** -0.5
+        wide = at_least_float32(factors)
+        factors = factors.to(wide) * (spec.index_n_heads * spec.index_head_dim) ** -0.5
         first_key, visible_counts = _find_visible_range(context.documents, visible)
         # A kernel is compiled for each size: while a cache grows, only for powers of two.
         size = 1 << (keys.shape[1] - 1).bit_length()
@@ -198,7 +206,7 @@ class SparseLatentAttention(ChoiceAttention):
         mixed, weights = self.attend_to_choice(inputs, choice, context)
         if context.weights is None or not spec.loss_coef:
             return mixed
-        target = self.ranks.all_reduce(weights) * (spec.loss_coef / spec.heads)
+        target = self.ranks.all_reduce(weights) * (spec.loss_coef / spec.num_attention_heads)
         learned = scores.log_softmax(-1).masked_fill(choice < 0, 0.0)
         return attach_loss_gradient(mixed, -(target * learned * context.weights.to(wide)[..., None]).sum())
 

@@ -5,7 +5,7 @@ Gated feed-forward network: Shazeer 2020, arXiv 2002.05202.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,14 @@ class Attention(TensorParallel):
 
     def __init__(self, architecture: DecoderConfig, spec: AttentionSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, unit, has_bias = architecture.hidden_size, spec.head_dim, architecture.has_bias
-        query_width, key_width = spec.heads * unit, spec.kv_heads * unit
+        outer, unit, bias = architecture.hidden_size, spec.head_dim, architecture.attention_bias
+        query_width, key_width = spec.num_attention_heads * unit, spec.num_key_value_heads * unit
         # With a gate, the rows of each head are followed by the rows of its gate.
-        repeat = 2 if spec.gate else 1
-        self.q_proj = Linear(outer, repeat * query_width, kernels, has_bias("q_proj"), unit=repeat * unit)
-        self.k_proj = Linear(outer, key_width, kernels, has_bias("k_proj"), unit=unit)
+        repeat = 2 if spec.attention_gate else 1
+        self.q_proj = Linear(outer, repeat * query_width, kernels, bias, unit=repeat * unit)
+        self.k_proj = Linear(outer, key_width, kernels, bias, unit=unit)
         if not spec.keys_as_values:
-            self.v_proj = Linear(outer, key_width, kernels, has_bias("v_proj"), unit=unit)
+            self.v_proj = Linear(outer, key_width, kernels, bias, unit=unit)
         eps, zero_centered = architecture.rms_norm_eps, architecture.zero_centered
         if spec.qk_norm == "head":
             self.q_norm = RMSNorm(unit, eps, kernels, zero_centered)
@@ -41,9 +41,9 @@ class Attention(TensorParallel):
         elif spec.qk_norm == "projection":
             self.q_norm = ProjectionNorm(query_width, eps, kernels, unit)
             self.k_norm = ProjectionNorm(key_width, eps, kernels, unit)
-        self.o_proj = Linear(query_width, outer, kernels, has_bias("o_proj"), "rowwise", unit, is_residual=True)
-        if spec.sinks:
-            self.sinks = nn.Parameter(torch.zeros(spec.heads))
+        self.o_proj = Linear(query_width, outer, kernels, architecture.output_bias, "rowwise", unit, is_residual=True)
+        if spec.attention_sinks:
+            self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads))
         self.spec = spec
         self.kernels = kernels
 
@@ -51,22 +51,22 @@ class Attention(TensorParallel):
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape = context.documents.shape
         q, k, v = self.project_qkv(hidden, shape)
-        if self.spec.gate:
+        if self.spec.attention_gate:
             q, gate = (x.flatten(-2) for x in q.view(*shape, -1, 2 * self.spec.head_dim).chunk(2, -1))
         if self.spec.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.view(*shape, -1, self.spec.head_dim) for x in (q, k, v))
         q, k, v = self.norm_and_rotate(q, k, v, context)
         mixed = self.kernels.attention(
-            q, k, v, context.mask, self.spec.options, self.sinks if self.spec.sinks else None
+            q, k, v, context.mask, self.spec.options, self.sinks if self.spec.attention_sinks else None
         )
         mixed = mixed.flatten(-2)
-        if self.spec.gate:
+        if self.spec.attention_gate:
             mixed = mixed * gate.sigmoid()
         return self.project_back(mixed)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
-        return {"sinks": SplitDim(0)} if self.spec.sinks else {}
+        return {"sinks": SplitDim(0)} if self.spec.attention_sinks else {}
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"sinks": Role(False, "normal")}
@@ -111,31 +111,27 @@ class GatedMlp(TensorParallel):
     """
     down_proj(activation(gate_proj(x)) * up_proj(x)), with the module names of Hugging Face's MLP layers.
 
-    Tensor-parallel ranks partition the inner channels.
+    Activations without a gate have no gate_proj. Tensor-parallel ranks partition the inner channels.
     """
 
     gate_proj: Linear
     up_proj: Linear
-    inner_projections: ClassVar[Sequence[str]] = ("gate_proj", "up_proj")
 
     def __init__(self, architecture: DecoderConfig, spec: MlpSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, inner, has_bias = architecture.hidden_size, spec.width, architecture.has_bias
-        for name in self.inner_projections:
-            self.add_module(name, Linear(outer, inner, kernels, has_bias(name)))
-        self.down_proj = Linear(inner, outer, kernels, has_bias("down_proj"), "rowwise", is_residual=True)
+        outer, inner, bias = architecture.hidden_size, spec.width, architecture.mlp_bias
+        for name in spec.activation.inner_projections:
+            self.add_module(name, Linear(outer, inner, kernels, bias))
+        self.down_proj = Linear(inner, outer, kernels, bias, "rowwise", is_residual=True)
         self.activation = spec.activation
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """Map hidden states (..., hidden_size), of the parameters' dtype."""
-        return self.ranks.reduce_scatter_tokens(self.compute_partial_outputs(self.ranks.gather_tokens(hidden)))
-
-    def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
-        """Apply this rank's inner channels to all tokens' hidden states (..., hidden_size); return partial sums."""
-        activation = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
-        output: Tensor = self.down_proj(activation(self.gate_proj(hidden), self.up_proj(hidden)))
-        return output
+        hidden = self.ranks.gather_tokens(hidden)
+        products = [getattr(self, name)(hidden) for name in self.activation.inner_projections]
+        # Sums over this rank's inner channels.
+        return self.ranks.reduce_scatter_tokens(self.down_proj(self.activation.apply(self.kernels, products)))
 
 
 class Block(nn.Module):

@@ -3,8 +3,7 @@ Configs with types of layers: attention in a window or to all tokens, with rotar
 recurrent parts instead of attention.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -12,21 +11,16 @@ import attrs
 from drawloom import at_least, setting
 from drawloom.components.model.decoder.branch_specs import DeltaSpec
 from drawloom.components.model.decoder.config import (
-    ATTENTION_BIAS,
-    WINDOW,
     DecoderConfig,
-    config_class,
     rotary_factor_setting,
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.rope import Rope
-from drawloom.components.model.decoder.specs import PartSpec
-from drawloom.components.weights.mapper import concatenate, sequential, unsqueeze
-from drawloom.ports import ConfigJson, Mapper
+from drawloom.components.model.decoder.mapper import Join
+from drawloom.components.model.decoder.specs import PartSpec, Rope
+from drawloom.ports import ConfigJson
 
-OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Keys in `rope_parameters` for positions in images, which do not matter to text."""
+ATTENTION_BIAS = "add biases to the linear layers of attention"
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -34,37 +28,42 @@ SlidingTypes = list[Literal["full_attention", "sliding_attention"]]
 """Layer types with full attention and with a window."""
 
 
-def alternate_layer_types(layers: int, interval: int, other: str = SLIDING) -> list[str]:
-    """Return a type for every layer: full attention for the last of every `interval` layers, `other` for the rest."""
-    return [other if (layer + 1) % interval else FULL for layer in range(layers)]
+def alternate_by_layer(layers: int, period: int, other: Any = SLIDING, last: Any = FULL) -> list[Any]:
+    """Return an item for every layer: `last` for the last of every `period` layers, `other` for the rest."""
+    return [other if (layer + 1) % period else last for layer in range(layers)]
 
 
-def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
-    """Declare `layer_types`: by default the last of every `interval` layers has full attention."""
-    ordinals = {2: "second", 3: "third", 4: "fourth", 6: "sixth"}
-    return training_setting(
-        f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
-        default=attrs.Factory(
-            lambda self: alternate_layer_types(self.num_hidden_layers, interval, other), takes_self=True
-        ),
+def periodic_setting(doc: str, period: int, other: Any = SLIDING, last: Any = FULL) -> Any:
+    """Declare a list by layer; for its default see `alternate_by_layer`."""
+    default = attrs.Factory(
+        lambda self: alternate_by_layer(self.num_hidden_layers, period, other, last), takes_self=True
     )
+    return training_setting(doc, default=default)
 
 
-@config_class
+def layer_types_setting(period: int, other: str = SLIDING) -> Any:
+    """Declare `layer_types`: by default the last of every `period` layers has full attention."""
+    ordinals = {2: "second", 3: "third", 4: "fourth", 6: "sixth"}
+    doc = f"{FULL} or {other} for every layer; default: every {ordinals[period]} is {FULL}"
+    return periodic_setting(doc, period, other)
+
+
+def window_setting(default: int | None = None) -> Any:
+    """Declare `sliding_window`; None stands for no window."""
+    doc = "number of tokens that a token attends to in layers with a window, including itself"
+    suffix = "; default: all before it" if default is None else ""
+    return training_setting(f"{doc}{suffix}", default=default, check=at_least(1))
+
+
 class WindowConfig(DecoderConfig):
     """Config with an optional sliding window in all layers."""
 
-    sliding_window: int | None = training_setting(
-        "number of tokens that a token attends to, including itself; default: all before it",
-        default=None,
-        check=at_least(1),
-    )
+    sliding_window: int | None = window_setting()
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window
 
 
-@config_class
 class LayerTypesConfig(DecoderConfig):
     """
     Config with a type for every layer: full attention, or attention within `sliding_window` tokens.
@@ -72,24 +71,13 @@ class LayerTypesConfig(DecoderConfig):
     `layer_types` may be longer than the model.
     """
 
-    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
+    sliding_window: int = window_setting(4096)
     layer_types: SlidingTypes = layer_types_setting(4)
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
-def fill_layer_list(
-    config: ConfigJson, key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
-) -> ConfigJson:
-    """Return a `config.json` with `create(layers, interval)` for a missing list by layer, if both are given."""
-    layers = config.get("num_hidden_layers")
-    if config.get(key) is None and layers and interval and interval > 0:
-        return {**config, key: create(layers, interval)}
-    return config
-
-
-@config_class
 class RopeByTypeConfig(LayerTypesConfig):
     """Config whose layers with a window have unscaled rotary positions, with the base `sliding_theta_key`."""
 
@@ -140,15 +128,10 @@ NO_POSITIONS = "rope_theta", "rope_scaling"
 """`unused_keys` for families without rotary positions."""
 
 
-def join_convolutions(name: str, sizes: Sequence[int] | None = None) -> Iterator[Mapper]:
-    """Yield the mapper for a decay rate's net, whose convolutions are joined to one (channels, 1, taps)."""
-    net, is_net, _ = name.partition(".A_log")
-    if is_net:
-        convolution, parts = f"{net}.conv1d.weight", [f"{net}.conv_{part}" for part in "qkv"]
-        yield sequential(concatenate(parts, convolution, sizes=sizes), unsqueeze(convolution, 1))
+JOINED_CONVOLUTION = Join("conv1d.weight", "conv_{}", "qkv")
+"""A gated delta net's convolutions in one."""
 
 
-@config_class
 class LinearLayersConfig(DecoderConfig):
     """Config for a decoder whose linear_attention layers have a recurrent part instead of attention."""
 
@@ -156,11 +139,12 @@ class LinearLayersConfig(DecoderConfig):
     linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
 
 
-@config_class
 class DeltaConfig(LinearLayersConfig):
     """Config for a decoder whose linear_attention layers have a gated delta net."""
 
     multiples = (("linear_num_value_heads", "linear_num_key_heads"),)
+    image_keys = ("mrope_section", "mrope_interleaved")
+    periods = {"layer_types": ("full_attention_interval", LINEAR, FULL)}
 
     attention_bias: bool = setting(ATTENTION_BIAS, default=False)
     linear_key_head_dim: int = size_setting("head_dim", "width of a key head in gated delta nets", default=128)
@@ -175,49 +159,22 @@ class DeltaConfig(LinearLayersConfig):
     @property
     def delta(self) -> DeltaSpec:
         """The gated delta nets' specification."""
-        return DeltaSpec(
-            key_heads=self.linear_num_key_heads,
-            value_heads=self.linear_num_value_heads,
-            key_dim=self.linear_key_head_dim,
-            value_dim=self.linear_value_head_dim,
-            taps=self.linear_conv_kernel_dim,
-        )
+        return DeltaSpec.from_config(self, taps=self.linear_conv_kernel_dim)
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         return super().mixer_of(layer) if self.layer_types[layer] == FULL else ("linear_attn", self.delta)
 
-    @classmethod
-    def read_keys(cls, config: ConfigJson) -> ConfigJson:
-        """Drop keys for positions in images, which text lacks, and derive missing layer types."""
-        rope = config.get("rope_parameters")
-        if rope:
-            kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
-            config = {**config, "rope_parameters": kept}
-        interval = config.get("full_attention_interval", 4)
-        return fill_layer_list(config, "layer_types", interval, partial(alternate_layer_types, other=LINEAR))
 
-
-@config_class
 class HybridConfig(DeltaConfig):
     """Config for Qwen3.5: gated delta nets, and gated attention in full_attention layers."""
 
     qk_norm = "head"
     zero_centered = True
     attention_gate = True
+    joins = JOINED_CONVOLUTION, Join("in_proj_qkv.weight", "in_proj_{}.weight", "qkv")
 
     rope_theta: float = 1e7
     partial_rotary_factor: float = rotary_factor_setting(0.25)
-
-    def join_tensors(self, name: str) -> Iterator[Mapper]:
-        """Yield the mappers that join a delta net's projections, and its convolutions to one (channels, 1, taps)."""
-        yield from join_convolutions(name, self.delta.channels)
-        if name.endswith(".A_log"):  # a net has one, among all names for which this is called
-            yield from self.join_projections(name.removesuffix(".A_log"))
-
-    def join_projections(self, net: str) -> Iterator[Mapper]:
-        """Yield the mapper that joins the q, k and v projections in the gated delta net `net`."""
-        parts = [f"{net}.in_proj_{part}.weight" for part in "qkv"]
-        yield concatenate(parts, f"{net}.in_proj_qkv.weight", sizes=self.delta.channels)
 
 
 HYBRID_DEFAULTS = {"rope_theta": 1e4, "head_dim": 256}

@@ -1,30 +1,61 @@
 """Mapper from a decoder's parameters to tensors in published files."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
+from torch import Tensor
 
 from drawloom.components.model.decoder.branch_specs import ExpertSpec
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.weights.mapper import chunk, identity, parallel, sequential, unsqueeze, unstack
+from drawloom.components.weights.mapper import (
+    chunk,
+    concatenate_blocks,
+    identity,
+    parallel,
+    sequential,
+    unsqueeze,
+    unstack,
+)
 from drawloom.ports import Mapper
 
+InsertedDims = Mapping[str, tuple[int, ...]]
 
-def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig, prefix: str | None = None) -> Mapper:
+TAP_DIMS = dict.fromkeys(("conv_q", "conv_k", "conv_v", "taps"), (1,))
+"""A convolution has the shape (channels, taps) here, and (channels, 1, taps) in files."""
+
+
+@attrs.frozen
+class Join:
+    """
+    Tensor `target` in files that joins one module's parameters along the first dimension.
+
+    `pattern` with one of the `names` in it is a parameter's last name. With several `blocks` all parameters' first
+    blocks come first, then their second blocks, and so on.
+    """
+
+    target: str
+    pattern: str
+    names: Sequence[str]
+    blocks: int = 1
+
+
+def create_decoder_mapper(
+    parameters: Mapping[str, Tensor], architecture: DecoderConfig, prefix: str | None = None
+) -> Mapper:
     """Return the mapper from these parameters to files or, with the decoder's prefix, to transformers' modules."""
-    join = architecture.join_modules if prefix else architecture.join_tensors
-    stacks_experts, patterns = prefix or architecture.stacks_experts, {**architecture.renamed_tensors}
+    joins, patterns = architecture.joins, {**architecture.renamed_tensors}
+    inserted_dims = {**TAP_DIMS, **architecture.inserted_dims}
     if prefix:
+        joins = architecture.joins_of_modules or joins
         patterns |= {**architecture.renamed_modules, r"^model\.": prefix}
-    parameters = list(names)
-    joined = parallel(*(mapper for name in parameters for mapper in join(name)))
+    joined = parallel(*(mapper for join in joins for mapper in _join_parts(parameters, join, inserted_dims)))
     read = set(joined.inputs)
-    layers = range(architecture.num_hidden_layers)
+    layers = range(0 if prefix or architecture.stacks_experts else architecture.num_hidden_layers)
     specs = (branch.spec for layer in layers for branch in architecture.branches_of(layer))
-    count = next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
+    count = next((spec.num_experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
     others = (
-        identity(name) if stacks_experts and ".experts." in name else _create_parameter_mapper(name, count)
+        architecture.map_experts(name) or _map_parameter(name, inserted_dims, count)
         for name in parameters
         if name not in read
     )
@@ -38,16 +69,27 @@ def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig, pre
     return Mapper(tuple(attrs.evolve(group, outputs=tuple(map(rename, group.outputs))) for group in groups))
 
 
-def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
-    """Return the mapper from one parameter to its tensors in files, where experts are separate."""
+def _join_parts(parameters: Mapping[str, Tensor], join: Join, inserted_dims: InsertedDims) -> Iterator[Mapper]:
+    """Yield a join's mapper for every module with its parts."""
+    parts = [join.pattern.format(name) for name in join.names]
+    dims = inserted_dims.get(parts[0], ())
+    for module in [name.removesuffix(f".{parts[0]}") for name in parameters if name.endswith(f".{parts[0]}")]:
+        names, target = [f"{module}.{part}" for part in parts], f"{module}.{join.target}"
+        sizes = [len(parameters[name]) // join.blocks for name in names]
+        yield sequential(
+            concatenate_blocks(names, target, join.blocks, sizes), *(unsqueeze(target, dim) for dim in dims)
+        )
+
+
+def _map_parameter(name: str, inserted_dims: InsertedDims, num_experts: int) -> Mapper:
+    """Return the mapper from one parameter to its tensors in files with `num_experts` separate experts."""
     layer, _, projection = name.rpartition(".")
     experts = [f"{layer}.{expert}" for expert in range(num_experts)]
-    # Experts are stacked in one parameter here, and are separate tensors in published files.
-    if name.endswith(".experts.gate_up_proj"):
+    # Experts are stacked in one parameter here.
+    if experts and name.endswith(".experts.gate_up_proj"):
         parts = [(expert, [f"{expert}.{part}_proj.weight" for part in ("gate", "up")]) for expert in experts]
         return sequential(unstack(name, experts), parallel(*(chunk(expert, names) for expert, names in parts)))
-    if name.endswith((".experts.up_proj", ".experts.down_proj")):
+    if experts and name.endswith((".experts.up_proj", ".experts.down_proj")):
         return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
-    if projection in ("conv_q", "conv_k", "conv_v"):  # (channels, taps), and a convolution's (channels, 1, taps)
-        return unsqueeze(name, 1)
-    return identity(name)
+    dims = inserted_dims.get(projection, ())
+    return sequential(*(unsqueeze(name, dim) for dim in dims)) if dims else identity(name)

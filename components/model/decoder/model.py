@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.specs import Branch, LayerContext, MixerSpec, RecurrentSpec
-from drawloom.components.model.layers import Embedding, Linear, RMSNorm
+from drawloom.components.model.layers import Embedding, Linear, RMSNorm, at_least_float32
 from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.ports import (
     Finish,
@@ -50,7 +50,7 @@ def compute_document_means(
     hidden: (rows, length, hidden_size); documents: int64 (rows, length), where ids from `document_count` on are
     skipped; weights: bool or floating (rows, length); default: 1.
     """
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    dtype = at_least_float32(hidden)
     numbers = torch.arange(document_count, device=documents.device)
     # A product instead of a scattered sum, because its order of additions is fixed.
     members = (documents[:, None, :] == numbers[:, None]).to(dtype)
@@ -198,8 +198,8 @@ class CausalLM(nn.Module):
         from drawloom.components.model.decoder.mapper import create_decoder_mapper
 
         # Experts are many, and no linear layers.
-        names = [name for name, _ in self.named_parameters() if ".experts." not in name]
-        for group in create_decoder_mapper(names, self.model.architecture, "model.").groups:
+        parameters = {name: part for name, part in self.named_parameters() if ".experts." not in name}
+        for group in create_decoder_mapper(parameters, self.model.architecture, "model.").groups:
             for name in group.inputs if group.outputs != group.inputs else ():
                 layer = self.get_submodule(name.rpartition(".")[0])
                 if isinstance(layer, Linear):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.branch_specs import ChannelDeltaSpec, DeltaSpec, ShortConvSpec, StateSpaceSpec
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.specs import LayerContext
-from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
+from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm, at_least_float32
 from drawloom.components.parallel.tensor_ranks import SplitDim, TensorParallel
 from drawloom.ports import Kernels, Role
 
@@ -41,35 +41,38 @@ class GatedDeltaNet(TensorParallel):
     least_rate: ClassVar[float] = 0.01
     """Least initial decay rate by head; the greatest is 16."""
 
+    has_strengths: ClassVar[bool] = True
+    """Whether values are written with strengths projected from hidden states."""
+
     def __init__(self, architecture: DecoderConfig, spec: DeltaSpec, kernels: Kernels) -> None:
         super().__init__()
-        outer, group = architecture.hidden_size, spec.value_heads // spec.key_heads
-        units = {"q": spec.key_dim, "k": spec.key_dim, "v": group * spec.value_dim}
+        outer, group = architecture.hidden_size, spec.linear_num_value_heads // spec.linear_num_key_heads
+        units = {"q": spec.linear_key_head_dim, "k": spec.linear_key_head_dim, "v": group * spec.linear_value_head_dim}
         self.units = units
         for name, unit in units.items():
-            self.add_module(f"in_proj_{name}", Linear(outer, spec.key_heads * unit, kernels, unit=unit))
-            self.register_parameter(f"conv_{name}", nn.Parameter(torch.zeros(spec.key_heads * unit, spec.taps)))
-        values, unit = spec.value_heads * spec.value_dim, group * spec.value_dim
+            channels = spec.linear_num_key_heads * unit
+            self.add_module(f"in_proj_{name}", Linear(outer, channels, kernels, unit=unit))
+            self.register_parameter(f"conv_{name}", nn.Parameter(torch.zeros(channels, spec.taps)))
         self.group = group
         self.spec = spec
         self.kernels = kernels
-        self.A_log = nn.Parameter(torch.zeros(spec.value_heads))
+        self.A_log = nn.Parameter(torch.zeros(spec.linear_num_value_heads))
         self.add_gate_projections(outer)
         self.norm = self.create_norm(spec.norm_eps or architecture.rms_norm_eps)
-        self.out_proj = Linear(values, outer, kernels, style="rowwise", unit=unit, is_residual=True)
+        self.out_proj = Linear(spec.value_channels, outer, kernels, style="rowwise", unit=units["v"], is_residual=True)
 
     def add_gate_projections(self, outer: int) -> None:
         """Add the projections of hidden states (..., outer) to decays, write strengths and output gates."""
-        spec = self.spec
-        values, unit = spec.value_heads * spec.value_dim, self.group * spec.value_dim
-        self.in_proj_z = Linear(outer, values, self.kernels, unit=unit)
-        self.in_proj_b = Linear(outer, spec.value_heads, self.kernels, unit=self.group)
-        self.in_proj_a = Linear(outer, spec.value_heads, self.kernels, unit=self.group)
-        self.dt_bias = nn.Parameter(torch.ones(spec.value_heads))
+        heads = self.spec.linear_num_value_heads
+        self.in_proj_z = Linear(outer, self.spec.value_channels, self.kernels, unit=self.units["v"])
+        if self.has_strengths:
+            self.in_proj_b = Linear(outer, heads, self.kernels, unit=self.group)
+        self.in_proj_a = Linear(outer, heads, self.kernels, unit=self.group)
+        self.dt_bias = nn.Parameter(torch.ones(heads))
 
     def create_norm(self, eps: float) -> RMSNorm:
         """Return the results' norm."""
-        return RMSNorm(self.spec.value_dim, eps, self.kernels)
+        return RMSNorm(self.spec.linear_value_head_dim, eps, self.kernels)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
@@ -92,14 +95,19 @@ class GatedDeltaNet(TensorParallel):
         if self.spec.max_strength != 1.0:
             beta = beta * self.spec.max_strength
         g = self.compute_log_decays(hidden, own)
-        q, k = self._scale_to_l2_norm(q, self.spec.key_dim**-0.5), self._scale_to_l2_norm(k, 1.0)
+        q, k = self._scale_to_l2_norm(q, self.spec.linear_key_head_dim**-0.5), self._scale_to_l2_norm(k, 1.0)
         mixed = self.kernels.gated_delta_rule(q, k, v, g, beta, context.recurrence)
         return self.gate_outputs(self.norm(mixed), hidden, own).flatten(-2)
 
     def compute_log_decays(self, hidden: Tensor, own: Tensor) -> Tensor:
         """Return log decays (rows, length, value_heads), at least float32; see `mix`."""
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        return -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias.to(wide))
+        steps = self.compute_time_steps(self.in_proj_a(hidden))
+        return -self.A_log.to(steps.dtype).exp() * steps
+
+    def compute_time_steps(self, projected: Tensor) -> Tensor:
+        """Return time steps (..., width), at least float32, for projected hidden states (..., width)."""
+        wide = at_least_float32(projected)
+        return F.softplus(projected.to(wide) + self.dt_bias.to(wide))
 
     def gate_outputs(self, normed: Tensor, hidden: Tensor, own: Tensor) -> Tensor:
         """Gate normed results (rows, length, value_heads, V) by hidden states; see `mix`."""
@@ -113,7 +121,7 @@ class GatedDeltaNet(TensorParallel):
     def _scale_to_l2_norm(self, x: Tensor, length: float) -> Tensor:
         """Scale vectors (..., width) to an L2 norm; an RMS norm does it in one pass, and rounds once."""
         width = x.shape[-1]
-        weight = x.new_full((width,), length * width**-0.5, dtype=torch.promote_types(x.dtype, torch.float32))
+        weight = x.new_full((width,), length * width**-0.5, dtype=at_least_float32(x))
         return self.kernels.rms_norm(x, weight, KEY_EPS / width)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
@@ -136,18 +144,18 @@ class ChannelDeltaNet(GatedDeltaNet):
     least_rate = 1.0
 
     def add_gate_projections(self, outer: int) -> None:
-        spec = self.spec
-        keys, values = spec.value_heads * spec.key_dim, spec.value_heads * spec.value_dim
-        for name, width, unit in (("f", keys, spec.key_dim), ("g", values, spec.value_dim)):
+        spec, heads = self.spec, self.spec.linear_num_value_heads
+        for name, width in (("f", spec.linear_key_head_dim), ("g", spec.linear_value_head_dim)):
             self.add_module(f"{name}_a_proj", Linear(outer, spec.rank, self.kernels, style="whole"))
-            self.add_module(f"{name}_b_proj", Linear(spec.rank, width, self.kernels, unit=self.group * unit))
-        self.in_proj_b = Linear(outer, spec.value_heads, self.kernels, unit=self.group)
-        self.dt_bias = nn.Parameter(torch.ones(keys))
+            self.add_module(f"{name}_b_proj", Linear(spec.rank, heads * width, self.kernels, unit=self.group * width))
+        self.in_proj_b = Linear(outer, heads, self.kernels, unit=self.group)
+        self.dt_bias = nn.Parameter(torch.ones(heads * spec.linear_key_head_dim))
 
     def compute_log_decays(self, hidden: Tensor, own: Tensor) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        steps = F.softplus(self._project_from_few_channels("f", hidden, own).to(wide) + self.dt_bias.to(wide))
-        return -self.A_log.to(wide).exp()[:, None] * steps.view(*steps.shape[:-1], -1, self.spec.key_dim)
+        steps = self.compute_time_steps(self._project_from_few_channels("f", hidden, own))
+        return -self.A_log.to(steps.dtype).exp()[:, None] * steps.view(
+            *steps.shape[:-1], -1, self.spec.linear_key_head_dim
+        )
 
     def gate_outputs(self, normed: Tensor, hidden: Tensor, own: Tensor) -> Tensor:
         return normed * self._project_from_few_channels("g", hidden, own).view(normed.shape).sigmoid()
@@ -159,7 +167,7 @@ class ChannelDeltaNet(GatedDeltaNet):
         return projected
 
     def split_dims(self) -> Mapping[str, SplitDim]:
-        return {**super().split_dims(), "dt_bias": SplitDim(0, self.group * self.spec.key_dim)}
+        return {**super().split_dims(), "dt_bias": SplitDim(0, self.group * self.spec.linear_key_head_dim)}
 
 
 class GroupNorm(ProjectionNorm):
@@ -167,7 +175,7 @@ class GroupNorm(ProjectionNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., width), or this rank's channels of it, in its dtype."""
-        ones = x.new_ones(self.unit, dtype=torch.promote_types(x.dtype, torch.float32))
+        ones = x.new_ones(self.unit, dtype=at_least_float32(x))
         normed = self.kernels.rms_norm(x.view(*x.shape[:-1], -1, self.unit), ones, self.eps)
         return normed.view(x.shape) * self.weight.to(x.dtype)
 
@@ -181,29 +189,22 @@ class StateSpaceMixer(GatedDeltaNet):
 
     spec: StateSpaceSpec
     least_rate = 1.0
+    has_strengths = False
 
     def __init__(self, architecture: DecoderConfig, spec: StateSpaceSpec, kernels: Kernels) -> None:
         super().__init__(architecture, spec, kernels)
-        self.D = nn.Parameter(torch.ones(spec.value_heads))
+        self.D = nn.Parameter(torch.ones(spec.linear_num_value_heads))
         for name, unit in self.units.items() if spec.conv_bias else ():
-            self.register_parameter(f"conv_{name}_bias", nn.Parameter(torch.zeros(spec.key_heads * unit)))
-
-    def add_gate_projections(self, outer: int) -> None:
-        spec = self.spec
-        self.in_proj_z = Linear(outer, spec.value_heads * spec.value_dim, self.kernels, unit=self.units["v"])
-        self.in_proj_a = Linear(outer, spec.value_heads, self.kernels, unit=self.group)
-        self.dt_bias = nn.Parameter(torch.ones(spec.value_heads))
+            self.register_parameter(f"conv_{name}_bias", nn.Parameter(torch.zeros(spec.linear_num_key_heads * unit)))
 
     def create_norm(self, eps: float) -> GroupNorm:
-        return GroupNorm(self.spec.value_heads * self.spec.value_dim, eps, self.kernels, self.units["v"])
+        return GroupNorm(self.spec.value_channels, eps, self.kernels, self.units["v"])
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, own: Tensor, context: LayerContext) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        steps = F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias.to(wide))
-        steps = steps.clamp(min=self.spec.min_time_step)
-        rates = self.A_log.to(wide).exp()
+        steps = self.compute_time_steps(self.in_proj_a(hidden)).clamp(min=self.spec.min_time_step)
+        rates = self.A_log.to(steps.dtype).exp()
         mixed = self.kernels.state_space(q, k, v * steps[..., None], -rates * steps, context.recurrence)
-        mixed = mixed + self.D.to(wide)[:, None] * v
+        mixed = mixed + self.D.to(steps.dtype)[:, None] * v
         return self.norm(self.kernels.swiglu(self.in_proj_z(hidden), mixed.flatten(-2).to(hidden.dtype)))  # type: ignore[no-any-return]
 
     def project_and_convolve(self, name: str, hidden: Tensor, context: LayerContext) -> Tensor:

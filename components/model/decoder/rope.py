@@ -5,36 +5,12 @@ transformers 5's `rope_parameters`, which holds both.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import attrs
-from torch import Tensor
 
 from drawloom import above, at_least, between, setting
 from drawloom.ports import Settings
-
-if TYPE_CHECKING:
-    from drawloom.kernels.rope.frequencies import Scaling
-
-
-@attrs.frozen
-class Rope:
-    """
-    A layer's rotary positions: a head's first `dim` channels are rotated.
-
-    Channel i is paired with channel i + dim // 2, or, if `interleaved`, channel 2 i with 2 i + 1.
-    """
-
-    dim: int
-    base: float
-    scaling: "Scaling" = None
-    interleaved: bool = False
-
-    def compute_cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, float32 (rows, length, dim // 2), for integer positions (rows, length)."""
-        from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin  # a check computes no angles
-
-        return compute_rope_cos_and_sin(positions, self.dim, self.base, self.scaling)
 
 
 @attrs.frozen

@@ -1,34 +1,53 @@
 """Specifications for common parts in layers, attention and feed-forward networks, and a layer's context."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import attrs
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.rope import Rope
 from drawloom.ports import PLAIN_ATTENTION, AttentionOptions, Kernels
 
-Activation = Literal["silu", "gelu_tanh", "relu2"]
-"""
-Activation of the gate in a feed-forward network; `gelu_tanh` is the tanh approximation of GELU. `relu2`, squared ReLU,
-is of networks without a gate.
-"""
+if TYPE_CHECKING:
+    from drawloom.kernels.rope.frequencies import Scaling
+
+
+@attrs.frozen
+class Rope:
+    """
+    A layer's rotary positions: a head's first `dim` channels are rotated.
+
+    Channel i is paired with channel i + dim // 2, or, if `interleaved`, channel 2 i with 2 i + 1.
+    """
+
+    dim: int
+    base: float
+    scaling: "Scaling" = None
+    interleaved: bool = False
+
+    def compute_cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, float32 (rows, length, dim // 2), for integer positions (rows, length)."""
+        from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin  # a check computes no angles
+
+        return compute_rope_cos_and_sin(positions, self.dim, self.base, self.scaling)
 
 
 class PartSpec:
     """Specification of a layer's part."""
 
-    @property
-    def part(self) -> str:
-        """The module's class, imported when a layer has such a part."""
-        raise NotImplementedError
+    part: str
+    """The module's class, imported when a layer has such a part."""
 
-    @property
-    def is_linked(self) -> bool:
-        """Whether the part reads earlier layers' tensors."""
-        return False
+    is_linked: bool = False
+    """Whether the part reads earlier layers' tensors."""
+
+    @classmethod
+    def from_config(cls, config: Any, **values: Any) -> Self:
+        """Return a specification with these values; other fields are the config's attributes with their names."""
+        kind: Any = cls
+        names = {field.name for field in attrs.fields(kind)} - values.keys()
+        return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)}, **values)
 
     def build(self, architecture: Any, kernels: Kernels) -> nn.Module:
         """Return the module for a decoder's config."""
@@ -45,7 +64,7 @@ class MixerSpec(PartSpec):
     included; None: to all before it. `options` are the kernels': the scale and the cap for scores.
     """
 
-    heads: int
+    num_attention_heads: int
     rope: Rope | None
     window: int | None = None
     options: AttentionOptions = PLAIN_ATTENTION
@@ -66,16 +85,16 @@ class AttentionSpec(MixerSpec):
     """
     Specification of attention with grouped queries.
 
-    `qk_norm` norms queries and keys (RMSNorm), by head or over the whole projection. With `sinks`, every head has a
-    learned score for one more key, whose value is 0. With a `gate`, the output is multiplied by the sigmoid of a
-    projection. With `keys_as_values`, the projected keys, before norm and rotation, are the values, too. Keys and
-    values may stay for later layers, or be those of an earlier one if `is_linked`, under the name `link`.
+    `qk_norm` norms queries and keys (RMSNorm), by head or over the whole projection. With `attention_sinks`, every head
+    has a learned score for one more key, whose value is 0. With an `attention_gate`, the output is multiplied by the
+    sigmoid of a projection. With `keys_as_values`, the projected keys, before norm and rotation, are the values, too.
+    Keys and values may stay for later layers, or be those of an earlier one if `is_linked`, under the name `link`.
     """
 
-    kv_heads: int
+    num_key_value_heads: int
     head_dim: int
-    sinks: bool = False
-    gate: bool = False
+    attention_sinks: bool = False
+    attention_gate: bool = False
     keys_as_values: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
     part: str = "layer:Attention"
@@ -84,7 +103,7 @@ class AttentionSpec(MixerSpec):
 
     @property
     def pair_flops(self) -> int:
-        return 4 * self.heads * self.head_dim
+        return 4 * self.num_attention_heads * self.head_dim
 
 
 @attrs.frozen(kw_only=True)
@@ -99,16 +118,34 @@ class RecurrentSpec(PartSpec):
         return 0
 
 
+@attrs.frozen
+class SwiGlu:
+    """
+    The activation silu(gate) * up in a feed-forward network or experts.
+
+    `inner_projections` are the linear layers before it; experts join them in one matrix, `expert_matrix`.
+    """
+
+    inner_projections: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+    expert_matrix: ClassVar[str] = "gate_up_proj"
+
+    def apply(self, kernels: Kernels, products: Sequence[Tensor]) -> Tensor:
+        """Return (..., width) for the inner projections' products, each (..., width)."""
+        return kernels.swiglu(products[0], products[1])
+
+    def apply_and_scale(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
+        """Return (rows, width), times scale (rows,), for experts' joined products (rows, projections * width)."""
+        return kernels.swiglu_halves(rows, scale)
+
+
 @attrs.frozen(kw_only=True)
 class MlpSpec(PartSpec):
-    """Specification of a gated feed-forward network: its inner width and its gate's activation."""
+    """Specification of a gated feed-forward network: its inner width and its activation."""
+
+    part = "layer:GatedMlp"
 
     width: int
-    activation: Activation = "silu"
-
-    @property
-    def part(self) -> str:
-        return "experts:SquaredReluMlp" if self.activation == "relu2" else "layer:GatedMlp"
+    activation: SwiGlu = SwiGlu()
 
 
 @attrs.frozen

@@ -2,13 +2,13 @@
 
 import copy
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from drawloom import UserError
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
@@ -67,7 +67,12 @@ def build_meta_model(config: Any) -> Any:
     """Build transformers' causal LM with parameters on the meta device, and buffers on the CPU."""
     from transformers.initialization import no_init_weights  # takes seconds
 
-    with torch.device("cpu"), no_init_weights(), _register_parameters_on_meta():
+    def move_to_meta(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        # A parameter on the meta device stays the same object, as it may be tied to another.
+        return None if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(move_to_meta)  # type: ignore[arg-type]  # torch says None
+    with torch.device("cpu"), no_init_weights(), hook:
         return build_transformers_model(config)
 
 
@@ -87,24 +92,6 @@ def find_float32_patterns(whole: Any) -> list[str]:
     return sorted({mask_layer_number(name) for name in names})
 
 
-@contextmanager
-def _register_parameters_on_meta() -> Iterator[None]:
-    """Move every parameter to the meta device as soon as a module registers it."""
-    register_parameter = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), param.requires_grad)
-        register_parameter(self, name, param)
-
-    module_class: Any = nn.Module
-    module_class.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        module_class.register_parameter = register_parameter
-
-
 def create_conversion_mapper(whole: Any, names: Collection[str]) -> Mapper:
     """
     Return the mapper from parameters of these names to transformers' tensors on disk.
@@ -120,12 +107,12 @@ def create_conversion_mapper(whole: Any, names: Collection[str]) -> Mapper:
         return rename({name: name for name in names})
     layout = _Layout(whole, conversions)
     state = whole.state_dict()
-    by_parameter = layout.list_names_on_disk({name: state[name].to("meta") for name in names})
-    if wrong := sorted(by_parameter.keys() ^ set(names)):
+    patterns = layout.list_patterns({name: state[name].to("meta") for name in names})
+    if wrong := sorted(patterns.keys() ^ set(names)):
         raise SelfCheckError(
             "weights", f"transformers' conversion of {wrong[0]} to files can't be inverted parameter by parameter"
         )
-    return parallel(*(layout.mapper(name, by_parameter[name]) for name in names))
+    return parallel(*(layout.mapper(name, patterns[name]) for name in names))
 
 
 class _Layout:
@@ -139,19 +126,24 @@ class _Layout:
         self.converters = [part for part in conversions if isinstance(part, WeightConverter)]
         self.renamings = [part for part in conversions if not isinstance(part, WeightConverter)]
 
-    def list_names_on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-        """Return every parameter's names on disk, in conversion order, for meta tensors of any shape."""
-        from transformers.core_model_loading import dot_natural_key
+    def list_patterns(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, str | None]]:
+        """
+        Return every parameter's names on disk with their WeightConverter's patterns; None if only renamed.
 
-        by_parameter: dict[str, list[str]] = {}
+        Names are in conversion order; `tensors` are meta tensors of any shape.
+        """
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+        by_parameter: dict[str, dict[str, str | None]] = {}
         for name in sorted(self.convert_to_disk(tensors), key=dot_natural_key):
-            by_parameter.setdefault(self._find_parameter_and_pattern(name)[0], []).append(name)
+            parameter, pattern = rename_source_key(name, self.renamings, self.converters)
+            by_parameter.setdefault(parameter, {})[name] = pattern
         return by_parameter
 
-    def mapper(self, parameter: str, names: Sequence[str]) -> Mapper:
-        """Return the mapper from a parameter to its tensors on disk."""
-        _, pattern = self._find_parameter_and_pattern(names[0])
-        if pattern is None:
+    def mapper(self, parameter: str, patterns: Mapping[str, str | None]) -> Mapper:
+        """Return the mapper from a parameter to its tensors on disk; see `list_patterns`."""
+        names = [*patterns]
+        if patterns[names[0]] is None:
             return rename({parameter: names[0]})
 
         def convert(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -159,7 +151,7 @@ class _Layout:
             return [converted[name] for name in names]
 
         def revert(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return [self.convert_to_parameter(parameter, dict(zip(names, tensors, strict=True)))]
+            return [self.convert_to_parameter(parameter, patterns, tensors)]
 
         return Mapper((TensorGroup((parameter,), tuple(names), convert, revert),))
 
@@ -176,22 +168,15 @@ class _Layout:
             raise SelfCheckError("weights", why) from error
         return converted
 
-    def convert_to_parameter(self, parameter: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Convert a parameter's tensors on disk, of any shape, to the parameter."""
-        converter: Any = None
-        for name, tensor in tensors.items():
-            _, pattern = self._find_parameter_and_pattern(name)
-            if converter is None:
-                converter = copy.deepcopy(next(part for part in self.converters if pattern in part.source_patterns))
+    def convert_to_parameter(
+        self, parameter: str, patterns: Mapping[str, str | None], tensors: Sequence[Tensor]
+    ) -> Tensor:
+        """Convert a parameter's tensors on disk, of any shape and in the order of `patterns`, to the parameter."""
+        first = next(iter(patterns.values()))
+        converter: Any = copy.deepcopy(next(part for part in self.converters if first in part.source_patterns))
+        for (name, pattern), tensor in zip(patterns.items(), tensors, strict=True):
             converter.add_tensor(parameter, name, pattern, tensor)
         with torch.no_grad():
             converted = converter.convert(parameter, model=self.whole, config=self.whole.config)
         value = converted[parameter]
         return value[0] if isinstance(value, list) else value  # type: ignore[no-any-return]
-
-    def _find_parameter_and_pattern(self, name: str) -> tuple[str, str | None]:
-        """Map a tensor's name on disk to its parameter, and its WeightConverter's pattern; None if only renamed."""
-        from transformers.core_model_loading import rename_source_key
-
-        parameter, pattern = rename_source_key(name, self.renamings, self.converters)
-        return parameter, pattern

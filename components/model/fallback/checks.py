@@ -9,7 +9,8 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from drawloom.components.model.fallback.build import (
     build_meta_model,
@@ -22,11 +23,11 @@ from drawloom.components.model.fallback.module import (
     RowAttention,
     SelfCheckError,
     TransformersLM,
+    add_outer_modules,
     find_model_parts,
     first_config_value,
     get_first_line,
     mask_layer_number,
-    record_call_order,
 )
 from drawloom.components.weights.load import convert_tensors, persistent_tensors
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
@@ -78,13 +79,12 @@ def run_self_check(config: Any) -> Parts:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         reference = _build_shrunken_reference(config).double()
-        firsts = {name: parameter.detach().flatten()[0] for name, parameter in reference.named_parameters()}
-        constants = {
-            mask_layer_number(name): float(firsts[name])
-            for name, parameter in reference.named_parameters()
-            if bool((parameter == firsts[name]).all())
-        }
         with torch.no_grad():
+            constants = {
+                mask_layer_number(name): float(parameter.flatten()[0])
+                for name, parameter in reference.named_parameters()
+                if bool((parameter == parameter.flatten()[0]).all())
+            }
             for parameter in reference.parameters():
                 # Constant parameters such as norms and biases should influence the outputs.
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -116,20 +116,26 @@ class Comparison:
         self.count = len(reference.get_submodule(self.parts.layers))
         self.tokens = torch.randint(1, first_config_value(reference.config, "vocab_size"), (sum(LENGTHS),))
         rows: Sequence[Tensor] = torch.split(self.tokens, list(LENGTHS))
-        with record_call_order(reference, self.parts) as order, convert_errors("build"):
+        calls: list[nn.Module] = []
+        with convert_errors("build"):
             self.alone = [self._compute_reference(row) for row in rows]
-        self.parts = order.add_to_parts(reference, self.parts)
+            with register_module_forward_pre_hook(lambda module, _: calls.append(module)):
+                self._compute_hidden_states(rows[0])
+        self.parts = add_outer_modules(reference, self.parts, calls)
         self.shared = create_packed_context()
+
+    def _compute_hidden_states(self, row: Tensor) -> Tensor:
+        """Return transformers' last hidden states for one document, int64 (length,)."""
+        base = self.reference.get_submodule(self.parts.base)
+        return base(input_ids=row[None], use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def _compute_reference(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return transformers' last hidden states and logits for one document, int64 (length,)."""
-        base = self.reference.get_submodule(self.parts.base)
-        states = base(input_ids=row[None], use_cache=False).last_hidden_state
-        return states, self.reference(input_ids=row[None], use_cache=False).logits
+        return self._compute_hidden_states(row), self.reference(input_ids=row[None], use_cache=False).logits
 
     def check_hidden_states(self) -> Tensor:
         """Compare packed documents' hidden states with transformers'; return them, (1, length, hidden_size)."""
-        whole = self._build_stage_module(0, self.count)
+        whole = self._build_module()
         documents = RowAttention(whole.kernels, self.shared)
         with convert_errors("keyword"):
             hidden = whole.run_base_model(self.tokens[None], self.shared, documents)
@@ -149,14 +155,14 @@ class Comparison:
 
     def _check_logits_close(self) -> None:
         """Raise SelfCheckError if logits for the packed row differ from transformers' for single documents."""
-        whole = self._build_stage_module(0, self.count)
+        whole = self._build_module()
         with convert_errors("head"):
             logits = whole(self.tokens[None], self.shared, lambda hidden, head: head.logits(hidden))
         _assert_close("head", logits, torch.cat([alone for _, alone in self.alone], 1), "logits differ")
 
     def check_weights(self) -> None:
         """Raise SelfCheckError if converting parameters to tensors on disk and back changes them."""
-        tensors = persistent_tensors(self._build_stage_module(0, self.count))
+        tensors = persistent_tensors(self._build_module())
         mapper = create_conversion_mapper(self.reference, [*tensors])
         with convert_errors("weights"):
             again = convert_tensors(mapper.inverse(), convert_tensors(mapper, tensors))
@@ -166,7 +172,7 @@ class Comparison:
     def find_stage_fault(self, hidden: Tensor) -> str:
         """Return why two pipeline stages do not compute `hidden`, (1, length, hidden_size); "" if they do."""
         half = self.count // 2
-        first, second = self._build_stage_module(0, half), self._build_stage_module(half, self.count)
+        first, second = self._build_module(last=half), self._build_module(half)
         names = {name for name, _ in first.named_parameters()} - {f"{self.parts.embedding}.weight"}
         if common := sorted(names & {name for name, _ in second.named_parameters()}):
             return f"{common[0]} is outside of layers"
@@ -178,8 +184,9 @@ class Comparison:
             return error.reason
         return ""
 
-    def _build_stage_module(self, first: int, last: int) -> TransformersLM:
-        """Return a span of a copy of the shrunken model, with drawloom's attention and layers."""
+    def _build_module(self, first: int = 0, last: int | None = None) -> TransformersLM:
+        """Return a span of a copy of the shrunken model, or all of it, with drawloom's attention and layers."""
+        last = self.count if last is None else last
         whole = copy.deepcopy(self.reference)
         whole.config._attn_implementation = NAME  # the copy's modules share the copy's config
         kernels: Any = PlainKernels()

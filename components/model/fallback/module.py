@@ -5,8 +5,7 @@ A model's parts, base model, embedding, layers and head, have names that differ 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -92,60 +91,31 @@ def find_model_parts(whole: Any) -> Parts:
     return Parts(names[base], names[fitting[0]], names[embedding], names[head], head.weight is embedding.weight)
 
 
-@attrs.define
-class CallOrder:
-    """Names of modules outside the layers, called before these and after them."""
+def add_outer_modules(whole: nn.Module, parts: Parts, calls: Sequence[nn.Module]) -> Parts:
+    """
+    Add the outermost modules of the base model before and after the layers to the parts.
 
-    before: dict[str, None] = attrs.field(factory=dict)
-    after: dict[str, None] = attrs.field(factory=dict)
-
-    def add_to_parts(self, whole: nn.Module, parts: Parts) -> Parts:
-        """Add the modules before and after the layers to the parts; a module called in both is in neither."""
-        parameters = [name for name, _ in whole.named_parameters()]
-        # Modules without parameters, such as rotary angles, are part of every stage.
-        before = [name for name in self.before if any(parameter.startswith(f"{name}.") for parameter in parameters)]
-        return attrs.evolve(
-            parts,
-            before=tuple(name for name in before if name not in self.after),
-            after=tuple(name for name in self.after if name not in self.before),
-        )
-
-
-@contextmanager
-def record_call_order(whole: nn.Module, parts: Parts) -> Iterator[CallOrder]:
-    """Record when modules outside the layers are called."""
-    order = CallOrder()
-    calls = order.before
-
-    def switch(to: dict[str, None], *_: Any) -> None:
-        nonlocal calls
-        calls = to
-
-    def record(name: str, *_: Any) -> None:
-        calls[name] = None
-
+    `calls` are all modules that a pass through the base model calls, in order. Modules before the layers without
+    parameters, such as rotary angles, and modules called between layers belong to every stage.
+    """
+    path = parts.layers.split(".")
+    owners = {".".join(path[:count]) for count in range(1, len(path))}
+    inner = owners | {parts.layers, parts.embedding}
+    outer = [
+        (name, part) for name, part in whole.named_modules() if name.rpartition(".")[0] in owners and name not in inner
+    ]
     layers: Any = whole.get_submodule(parts.layers)
-    owner = whole.get_submodule(parts.layers.rpartition(".")[0])
-    hooks = [owner.register_forward_pre_hook(partial(switch, order.before))]
-    hooks += [layer.register_forward_hook(partial(switch, order.after)) for layer in layers]
-    for name, part in find_modules_outside_layers(whole, parts):
-        hooks.append(part.register_forward_pre_hook(partial(record, name)))
-    try:
-        yield order
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def find_modules_outside_layers(whole: nn.Module, parts: Parts) -> list[tuple[str, nn.Module]]:
-    """Return the outermost modules of the base model, by name, without the layers and the embedding of tokens."""
-    modules = []
-    owner = parts.layers.rpartition(".")[0]
-    while owner:
-        modules += [(f"{owner}.{name}", part) for name, part in whole.get_submodule(owner).named_children()]
-        owner = owner.rpartition(".")[0]
-    on_the_way = {name for name, _ in modules if f"{parts.layers}.".startswith(f"{name}.")}
-    return [(name, part) for name, part in modules if name not in on_the_way | {parts.embedding}]
+    indices = [index for index, part in enumerate(calls) if part in {*layers}] or [len(calls)]
+    before, after = calls[: indices[0]], calls[indices[-1] :]
+    return attrs.evolve(
+        parts,
+        before=tuple(
+            name
+            for name, part in outer
+            if part in before and part not in calls[indices[0] :] and any(True for _ in part.parameters())
+        ),
+        after=tuple(name for name, part in outer if part in after and part not in calls[: indices[-1]]),
+    )
 
 
 class PassThrough(nn.Module):

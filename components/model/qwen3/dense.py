@@ -2,12 +2,11 @@
 
 from drawloom import component
 from drawloom.components.model.decoder.builder import ParametrizedBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, Family, config_class
+from drawloom.components.model.decoder.config import DecoderConfig
 
 FIXED = {"attention_bias": False, "use_sliding_window": False}
 
 
-@config_class
 class Qwen3Config(DecoderConfig):
     """Config of Qwen3: queries and keys are normed by head."""
 
@@ -18,4 +17,8 @@ class Qwen3Config(DecoderConfig):
 class Qwen3Dense(ParametrizedBuilder):
     """A Qwen3 dense language model, of sizes given here or by a Hugging Face `config.json`."""
 
-    family = Family(Qwen3Config, "qwen3", "Qwen3ForCausalLM", fixed=FIXED, derives_head_dim=False)
+    config_type = Qwen3Config
+    model_type = "qwen3"
+    class_name = "Qwen3ForCausalLM"
+    fixed = FIXED
+    derives_head_dim = False

@@ -5,21 +5,15 @@ from collections.abc import Iterator, Sequence
 from drawloom import at_least, component, setting
 from drawloom.components.model.declarations import (
     DecoderBuilder,
-    Family,
     InvalidSetting,
-    config_class,
-    training_setting,
-)
-from drawloom.components.model.decoder.branch_specs import Routing
-from drawloom.components.model.decoder.expert_config import (
     MoeConfig,
     find_dense_width_faults,
+    training_setting,
 )
 from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.ports import Settings
 
 
-@config_class
 class Qwen3MoeConfig(MoeConfig):
     """Config of Qwen3 with experts. `mlp_only_layers` numbers the layers without experts."""
 
@@ -30,11 +24,6 @@ class Qwen3MoeConfig(MoeConfig):
     )
     decoder_sparse_step: int = setting("the last of every so many layers has experts", default=1, check=at_least(1))
     mlp_only_layers: list[int] = setting("indices of layers without experts; default: none", factory=list)
-
-    @property
-    def routing(self) -> Routing:
-        """Routing by softmax scores."""
-        return Routing(norm_topk_prob=self.norm_topk_prob)
 
     def layer_has_experts(self, number: int) -> bool:
         return layer_has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
@@ -71,11 +60,9 @@ class Qwen3Moe(DecoderBuilder):
     z-loss add their gradients in training, and are no part of the reported losses.
     """
 
-    family = Family(
-        Qwen3MoeConfig,
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        hf_defaults={"norm_topk_prob": False},
-        fixed=FIXED,
-        derives_head_dim=False,
-    )
+    config_type = Qwen3MoeConfig
+    model_type = "qwen3_moe"
+    class_name = "Qwen3MoeForCausalLM"
+    hf_defaults = {"norm_topk_prob": False}
+    fixed = FIXED
+    derives_head_dim = False

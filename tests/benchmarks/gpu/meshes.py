@@ -306,7 +306,7 @@ def _line(case: Case, processes: TorchProcesses, device: ComputeDevice, ones: di
 
 def _random_experts(router: Router, scores: Tensor) -> Tensor:
     """Choose experts at random instead of by scores (..., experts): an untrained router gives ranks uneven shares."""
-    return torch.rand_like(scores).topk(router.spec.choices).indices
+    return torch.rand_like(scores).topk(router.spec.num_experts_per_tok).indices
 
 
 def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], None]:

@@ -124,16 +124,16 @@ def read_ids(config: Any) -> list[Any]:
     return [config.bos_token_id, config.eos_token_id, config.pad_token_id]
 
 
-@pytest.mark.parametrize("kind", dict.fromkeys(FAMILIES.values()), ids=lambda kind: kind.family.model_type)
+@pytest.mark.parametrize("kind", dict.fromkeys(FAMILIES.values()), ids=lambda kind: kind.model_type)
 def test_transformers_reads_the_ids_of_the_tokenizer_and_of_the_base(kind: Any, tmp_path: Path) -> None:
     """No default of a class in transformers comes in; a base keeps its ids and keys, and learns the run's end."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kinds: Any = AutoModelForCausalLM
     sizes = SPARSE_SIZES | {"num_key_value_heads": 4}
-    if kind.family.model_type == "olmo_hybrid":  # transformers requires a layer with attention
+    if kind.model_type == "olmo_hybrid":  # transformers requires a layer with attention
         sizes |= {"layer_types": ["linear_attention", "full_attention"]}
-    model = small(kind, **{key: size for key, size in sizes.items() if key in kind.family.keys})
+    model = small(kind, **{key: size for key, size in sizes.items() if key in kind.keys})
     module = whole(model)
     tokenizer: Any = FakeTokenizer()
     assert read_ids(AutoConfig.for_model(**model.hugging_face_config())) == [None, None, None]

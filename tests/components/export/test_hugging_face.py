@@ -118,7 +118,7 @@ def test_check_warns_of_classifiers_that_transformers_lacks(tmp_path: Path) -> N
         loss = SimpleNamespace(implements=lambda port: has_head and port is Scorer)  # noqa: B023
         node.neighbour = {"model": model, "loss": loss}.get
         for kind in FAMILIES.values():
-            name = kind.family.model_type
+            name = kind.model_type
             (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
             lacks = name not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
             assert len(list(HuggingFaceExport.constraints(node))) == (has_head and lacks), name

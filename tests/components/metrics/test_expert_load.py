@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drawloom.components.metrics.expert_load import ExpertLoad
-from drawloom.components.model.decoder.branch_specs import ExpertSpec, Routing
+from drawloom.components.model.decoder.branch_specs import ExpertSpec
 from drawloom.components.model.decoder.experts import Router
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
@@ -22,7 +22,7 @@ class Layers(nn.Module):
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()
-        spec = ExpertSpec(experts=4, choices=2, width=1, routing=Routing())
+        spec = ExpertSpec(num_experts=4, num_experts_per_tok=2, width=1)
         routers = {str(number): Router(4, spec, cpu_kernels()) for number in numbers}
         for router in routers.values():
             nn.init.eye_(router.weight)

@@ -103,7 +103,7 @@ def test_published_configs_name_shared_indexers(keys: dict[str, Any], types: str
     config |= {"num_hidden_layers": 7, "mlp_layer_types": None, **keys}
     assert "".join(kind[0].upper() for kind in transformers.AutoConfig.for_model(**config).indexer_types) == types
     (tmp_path / "config.json").write_text(json.dumps(config))
-    read: Any = read_config(GlmMoeDsa.family, tmp_path)
+    read: Any = read_config(GlmMoeDsa, tmp_path)
     assert "".join(kind[0].upper() for kind in read.indexer_types) == types
 
 
@@ -168,7 +168,7 @@ COMMON = ("model.num_hidden_layers=4", "model.hidden_size=64", "model.num_attent
     [
         (("model.q_lora_rank=0",), "q_lora_rank"),
         (("mesh.context=2",), "the indexer chooses among all tokens of a row"),
-        (("model.index_head_dim=2",), "index_head_dim = 2 is less than the"),
+        (("model.index_head_dim=2",), "head_dim = 32 is more than index_head_dim = 2"),
         (("mesh.pipeline=2", SHARED), "layers share indexers"),
         (('model.indexer_types=["shared","full","full","full"]',), "the first layer shares no earlier indexer"),
         (('model.indexer_types=["full"]',), "indexer_types has 1 types"),

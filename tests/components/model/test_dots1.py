@@ -89,4 +89,4 @@ def test_numbers_that_do_not_fit_are_refused(given: dict[str, Any], named: str, 
     config = small(Dots1, **SIZES).hugging_face_config() | given
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=named):
-        read_config(Dots1.family, tmp_path)
+        read_config(Dots1, tmp_path)

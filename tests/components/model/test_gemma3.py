@@ -84,7 +84,7 @@ def write(folder: Path, **changes: Any) -> Path:
 def test_an_older_config_has_its_layer_types_from_a_pattern(tmp_path: Path) -> None:
     """Configs from transformers 4 have sliding_window_pattern and rope_local_base_freq instead of tables."""
     old = {"layer_types": "-", "rope_parameters": "-", "sliding_window_pattern": 2}
-    config = read_config(Gemma3.family, write(tmp_path, rope_theta=300.0, rope_local_base_freq=20.0, **old))
+    config = read_config(Gemma3, write(tmp_path, rope_theta=300.0, rope_local_base_freq=20.0, **old))
     assert [config.window_of(layer) for layer in (0, 1)] == [4096, None]
     ropes = [config.rope_of(layer) for layer in (0, 1)]
     assert [rope.base for rope in ropes if rope] == [20.0, 300.0]
@@ -109,4 +109,4 @@ def test_an_older_config_has_its_layer_types_from_a_pattern(tmp_path: Path) -> N
 def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
-        read_config(Gemma3.family, write(tmp_path, **changes))
+        read_config(Gemma3, write(tmp_path, **changes))

@@ -138,4 +138,4 @@ def write(folder: Path, **changes: Any) -> Path:
 def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
-        read_config(Gemma4.family, write(tmp_path, **changes))
+        read_config(Gemma4, write(tmp_path, **changes))

@@ -101,7 +101,7 @@ def test_published_layer_lists_count_from_one(tmp_path: Path) -> None:
     """Published configs have sizes and layers of linear attention in a table, and first_k_dense_replace."""
     nested = {"full_attn_layers": [2], "kda_layers": [1], "head_dim": 8, "num_heads": 5, "short_conv_kernel_size": 2}
     missing = {"layer_types": "-", "mlp_layer_types": "-", "linear_head_dim": "-", "linear_num_heads": "-"}
-    config: Any = read_config(KimiLinear.family, write(tmp_path, **missing, linear_attn_config=nested))
+    config: Any = read_config(KimiLinear, write(tmp_path, **missing, linear_attn_config=nested))
     assert config.layer_types == [LINEAR, FULL]
     assert (config.linear_head_dim, config.linear_num_heads, config.linear_conv_kernel_dim) == (8, 5, 2)
 
@@ -117,4 +117,4 @@ def test_published_layer_lists_count_from_one(tmp_path: Path) -> None:
 def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
-        read_config(KimiLinear.family, write(tmp_path, **changes))
+        read_config(KimiLinear, write(tmp_path, **changes))

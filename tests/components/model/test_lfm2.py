@@ -78,7 +78,7 @@ def test_operations_equal_a_count_by_hand() -> None:
 def test_older_keys_are_read(changes: dict[str, Any], read: dict[str, Any], tmp_path: Path) -> None:
     """Published configs have keys that transformers 5 replaces."""
     (tmp_path / "config.json").write_text(json.dumps(lfm2("lfm2").hugging_face_config() | changes))
-    config = read_config(Lfm2.family, tmp_path)
+    config = read_config(Lfm2, tmp_path)
     assert {key: getattr(config, key) for key in read} == read
 
 
@@ -86,7 +86,7 @@ def test_biases_of_convolutions_are_refused(tmp_path: Path) -> None:
     """If the model would only resemble the config, the config is refused, and the error names the key."""
     (tmp_path / "config.json").write_text(json.dumps(lfm2("lfm2").hugging_face_config() | {"conv_bias": True}))
     with pytest.raises(UserError, match="says conv_bias = true"):
-        read_config(Lfm2.family, tmp_path)
+        read_config(Lfm2, tmp_path)
 
 
 def test_parts_of_a_text_have_its_logits() -> None:

@@ -54,6 +54,6 @@ def test_an_old_config_has_transformers_defaults(tmp_path: Path) -> None:
     """Files older than Llama 3 leave out keys with their default value: head size, rotary base, eps."""
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 29, **sizes}))
-    config = read_config(Llama.family, tmp_path)
+    config = read_config(Llama, tmp_path)
     assert (config.num_key_value_heads, config.head_dim) == (4, 6)
     assert (config.rope_theta, config.rms_norm_eps, config.tie_word_embeddings) == (1e4, 1e-6, False)

@@ -45,7 +45,7 @@ def test_published_rotary_dim_is_read(tmp_path: Path) -> None:
     config = minimax("minimax_m2").hugging_face_config()
     del config["partial_rotary_factor"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"rotary_dim": 2}))
-    assert read_config(MiniMaxM2.family, tmp_path).rotary_dim == 2
+    assert read_config(MiniMaxM2, tmp_path).rotary_dim == 2
     (tmp_path / "config.json").write_text(json.dumps(config | {"router_jitter_noise": 0.1}))
     with pytest.raises(UserError, match="says router_jitter_noise = 0"):
-        read_config(MiniMaxM2.family, tmp_path)
+        read_config(MiniMaxM2, tmp_path)

@@ -46,4 +46,4 @@ def test_a_null_window_is_none_and_a_missing_one_the_default(
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
     config = {"model_type": "mistral", "vocab_size": 29, "num_key_value_heads": 2, **sizes, **given}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_config(Mistral.family, tmp_path).window_of(0) == window
+    assert read_config(Mistral, tmp_path).window_of(0) == window

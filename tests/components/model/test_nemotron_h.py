@@ -94,9 +94,9 @@ def test_published_configs_are_read(tmp_path: Path) -> None:
     expected = nemotron("experts, every flag").architecture
     limit = {"time_step_limit": [0.0, float("inf")], "num_hidden_layers": "-"}
     letters = write(tmp_path, layers_block_type="-", hybrid_override_pattern="ME*E", **limit)
-    assert read_config(NemotronH.family, letters) == expected
+    assert read_config(NemotronH, letters) == expected
     older = write(tmp_path, layers_block_type=["mamba", "moe", "attention", "moe"], **limit)
-    assert read_config(NemotronH.family, older) == expected
+    assert read_config(NemotronH, older) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_published_configs_are_read(tmp_path: Path) -> None:
 def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
-        read_config(NemotronH.family, write(tmp_path, **changes))
+        read_config(NemotronH, write(tmp_path, **changes))

@@ -96,14 +96,14 @@ def write(folder: Path, family: type[DecoderBuilder], **changes: Any) -> Path:
 
 def test_smollm3_derives_layers_without_positions_from_an_interval(tmp_path: Path) -> None:
     """As in transformers, the last layer of every interval has no rotary positions."""
-    config = read_config(SmolLm3.family, write(tmp_path, SmolLm3, no_rope_layers="-", no_rope_layer_interval=2))
+    config = read_config(SmolLm3, write(tmp_path, SmolLm3, no_rope_layers="-", no_rope_layer_interval=2))
     assert [config.rope_of(layer) is None for layer in (0, 1)] == [False, True]
 
 
 def test_olmo3_scales_only_full_attention(tmp_path: Path) -> None:
     """A config of transformers 4 has rope_scaling beside layer types."""
     old = {"rope_parameters": "-", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    config = read_config(Olmo3.family, write(tmp_path, Olmo3, layer_types=[SLIDING, FULL], **old))
+    config = read_config(Olmo3, write(tmp_path, Olmo3, layer_types=[SLIDING, FULL], **old))
     assert [rope.scaling is None for layer in (0, 1) if (rope := config.rope_of(layer))] == [True, False]
 
 
@@ -124,4 +124,4 @@ def test_other_configs_are_refused(
 ) -> None:
     """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
-        read_config(family.family, write(tmp_path, family, **changes))
+        read_config(family, write(tmp_path, family, **changes))

@@ -79,7 +79,7 @@ def write(folder: Path, **changes: Any) -> Path:
 def test_missing_sizes_follow_from_others(tmp_path: Path) -> None:
     """Published configs may lack sizes of linear layers."""
     missing = dict.fromkeys([key for key in DELTA if key.startswith("linear")], "-")
-    config: Any = read_config(OlmoHybrid.family, write(tmp_path, **missing))
+    config: Any = read_config(OlmoHybrid, write(tmp_path, **missing))
     assert (config.linear_num_key_heads, config.linear_num_value_heads) == (4, 4)
     assert (config.linear_key_head_dim, config.linear_value_head_dim) == (4, 8)
 
@@ -87,4 +87,4 @@ def test_missing_sizes_follow_from_others(tmp_path: Path) -> None:
 def test_positions_are_refused(tmp_path: Path) -> None:
     """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match="has rotary positions with rope_theta = 500000"):
-        read_config(OlmoHybrid.family, write(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
+        read_config(OlmoHybrid, write(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5}))

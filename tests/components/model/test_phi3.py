@@ -79,7 +79,7 @@ def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path:
     config = phi("phi3").hugging_face_config() | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=text):
-        read_config(Phi3.family, tmp_path)
+        read_config(Phi3, tmp_path)
 
 
 def test_first_name_of_longrope_is_read(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_first_name_of_longrope_is_read(tmp_path: Path) -> None:
     rope = config.pop("rope_parameters")
     del rope["rope_type"], rope["rope_theta"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": rope | {"type": "su", "factor": 4.0}}))
-    read = read_config(Phi3.family, tmp_path)
+    read = read_config(Phi3, tmp_path)
     assert read.rope_scaling is not None
     assert read.rope_scaling.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(10)))
     assert attrs.evolve(read, rope_scaling=LONG) == model.architecture

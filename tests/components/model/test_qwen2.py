@@ -56,5 +56,5 @@ def test_a_null_window_is_none_even_if_enabled(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         wanted = "full_attention" if window is None else "sliding_attention"
         assert AutoConfig.from_pretrained(tmp_path).layer_types == ["full_attention", wanted]
-        actual = read_config(Qwen2.family, tmp_path)
+        actual = read_config(Qwen2, tmp_path)
         assert [actual.window_of(layer) for layer in (0, 1)] == [None, window]

@@ -110,9 +110,7 @@ def write(folder: Path, **changes: Any) -> Path:
 def test_positions_of_images_do_not_change_text(tmp_path: Path) -> None:
     """Published configs have mrope_section, and an interval instead of layer types."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
-    config: Any = read_config(
-        Qwen35.family, write(tmp_path, rope_parameters=rope, layer_types="-", full_attention_interval=2)
-    )
+    config: Any = read_config(Qwen35, write(tmp_path, rope_parameters=rope, layer_types="-", full_attention_interval=2))
     assert config.layer_types == [LINEAR, FULL]
 
 
@@ -127,4 +125,4 @@ def test_positions_of_images_do_not_change_text(tmp_path: Path) -> None:
 def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
-        read_config(Qwen35.family, write(tmp_path, **changes))
+        read_config(Qwen35, write(tmp_path, **changes))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.adapters.full_tuning import FullTuning
-from drawloom.components.model.decoder.branch_specs import ExpertSpec, Routing
+from drawloom.components.model.decoder.branch_specs import ExpertSpec
 from drawloom.components.model.decoder.experts import Router
 from drawloom.components.phases.router_bias import RouterBias
 from drawloom.components.ports.run import Step
@@ -34,8 +34,8 @@ class Other:
 def routers(*biased: bool) -> list[Router]:
     """Return routers with 4 experts: a token's expert is its greatest channel."""
     kernels = cpu_kernels()
-    routings = [Routing(scoring_func="sigmoid", bias=has) for has in biased]
-    specs = [ExpertSpec(experts=4, choices=1, width=1, routing=routing) for routing in routings]
+    options: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 1, "width": 1, "scoring_func": "sigmoid"}
+    specs = [ExpertSpec(**options, balancing_bias=has) for has in biased]
     made = [Router(4, spec, kernels).double() for spec in specs]
     for router in made:
         nn.init.eye_(router.weight)

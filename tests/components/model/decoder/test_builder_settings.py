@@ -19,7 +19,7 @@ from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels, dense, sparse
 
-NONE = dict.fromkeys((*Qwen3Dense.family.keys, "rope_parameters")) | {"config": None, "vocabulary_multiple": 1}
+NONE = dict.fromkeys((*Qwen3Dense.keys, "rope_parameters")) | {"config": None, "vocabulary_multiple": 1}
 
 
 Found = list[tuple[str | tuple[str, ...], str, str]]
@@ -27,8 +27,7 @@ Found = list[tuple[str | tuple[str, ...], str, str]]
 
 def faults_of(tokenizer: bool = False, **settings: Any) -> Found:
     return [
-        (fault.key, fault.why, fault.instead)
-        for fault in find_setting_faults(Qwen3Dense.family, NONE | settings, tokenizer)
+        (fault.key, fault.why, fault.instead) for fault in find_setting_faults(Qwen3Dense, NONE | settings, tokenizer)
     ]
 
 
@@ -43,7 +42,7 @@ def test_sizes_that_fit_have_no_problem() -> None:
 def test_head_settings_have_defaults() -> None:
     """Without num_key_value_heads each head has its own; without head_dim the heads share the width."""
     architecture = build_architecture_from_settings(
-        Qwen3Dense.family,
+        Qwen3Dense,
         NONE
         | {
             "num_hidden_layers": 1,
@@ -181,13 +180,13 @@ def test_both_forms_of_rotary_positions_are_equal() -> None:
     """`rope_parameters` equals `rope_theta` with `rope_scaling`; a base inside `rope_scaling` counts too."""
     yarn: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     apart = build_architecture_from_settings(
-        Qwen3Dense.family, NONE | SIZES | {"rope_theta": 5e2, "rope_scaling": RopeScaling(**yarn)}, None
+        Qwen3Dense, NONE | SIZES | {"rope_theta": 5e2, "rope_scaling": RopeScaling(**yarn)}, None
     )
     for key in ("rope_parameters", "rope_scaling"):
         joined = {key: RopeScaling(**yarn, rope_theta=5e2)}
-        assert build_architecture_from_settings(Qwen3Dense.family, NONE | SIZES | joined, None) == apart
+        assert build_architecture_from_settings(Qwen3Dense, NONE | SIZES | joined, None) == apart
     plain = build_architecture_from_settings(
-        Qwen3Dense.family, NONE | SIZES | {"rope_parameters": RopeScaling(rope_theta=5e2)}, None
+        Qwen3Dense, NONE | SIZES | {"rope_parameters": RopeScaling(rope_theta=5e2)}, None
     )
     assert (plain.rope_theta, plain.rope_scaling) == (5e2, None)
 
@@ -281,11 +280,11 @@ def test_a_config_sets_all_sizes(tmp_path: Path) -> None:
         assert read(Qwen3Dense, config).architecture == other.architecture
 
 
-NO_EXPERTS = dict.fromkeys((*Qwen3Moe.family.keys, "rope_parameters")) | {"config": None, "vocabulary_multiple": 1}
+NO_EXPERTS = dict.fromkeys((*Qwen3Moe.keys, "rope_parameters")) | {"config": None, "vocabulary_multiple": 1}
 
 
 def faults_of_experts(**settings: Any) -> Found:
-    architecture = find_setting_faults(Qwen3Moe.family, NO_EXPERTS | settings, False)
+    architecture = find_setting_faults(Qwen3Moe, NO_EXPERTS | settings, False)
     return [(fault.key, fault.why, fault.instead) for fault in architecture]
 
 
@@ -295,7 +294,7 @@ def test_experts_that_fit_have_no_problem() -> None:
     assert faults_of_experts(**SPARSE_SIZES | {"intermediate_size": None}) == []
     assert faults_of_experts(**SPARSE_SIZES | {"mlp_only_layers": [1]}) == []
     architecture = build_architecture_from_settings(
-        Qwen3Moe.family, NO_EXPERTS | SPARSE_SIZES | {"intermediate_size": None, "mlp_only_layers": []}, None
+        Qwen3Moe, NO_EXPERTS | SPARSE_SIZES | {"intermediate_size": None, "mlp_only_layers": []}, None
     )
     assert architecture.intermediate_size == 2 * 12  # as many channels as a token has in its experts
 

@@ -19,7 +19,6 @@ from support.families import small
 from support.qwen3 import SIZES
 
 
-@attrs.frozen(kw_only=True)
 class ToyConfig(DecoderConfig):
     """Config with a changed default, its own key, and a nullable key."""
 
@@ -32,7 +31,9 @@ class ToyConfig(DecoderConfig):
 class Toy(DecoderBuilder):
     """A model with the layers of Llama."""
 
-    family = Family(ToyConfig, "toy", "ToyForCausalLM")
+    config_type = ToyConfig
+    model_type = "toy"
+    class_name = "ToyForCausalLM"
 
 
 def test_key_declared_once_is_a_setting_with_its_documentation() -> None:
@@ -73,19 +74,20 @@ def test_declared_check_applies_to_files(changes: dict[str, Any], reason: str | 
 def test_key_without_documentation_is_refused() -> None:
     """A new key without `setting` is the family author's error, named at import."""
 
-    @attrs.frozen(kw_only=True)
     class Undocumented(DecoderConfig):
         stride: int = 3
 
     with pytest.raises(TypeError, match=r"Undocumented\.stride has no documentation"):
-        Family(Undocumented, "toy", "ToyForCausalLM")
+
+        class Unread(Family):
+            config_type = Undocumented
 
 
 def test_defaults_fit_their_own_declarations() -> None:
     """Our defaults and transformers' pass the type and the check of their key, in all families."""
     for kind in dict.fromkeys(FAMILIES.values()):
-        for key, value in [*kind.family.constants.items(), *kind.family.hf_defaults.items()]:
-            field = kind.family.keys[key]
+        for key, value in [*kind.key_defaults.items(), *kind.hf_defaults.items()]:
+            field = kind.keys[key]
             assert CONVERTER.structure(value, field.type, field.metadata["check"])[1] == [], (kind, key)
 
 
@@ -94,9 +96,9 @@ def test_check_knows_the_words_and_defaults_of_a_key() -> None:
     words = 'model.layer_types=["linear_attention", "ful_attention", "linear_attention", "full_attention"]'
     [problem] = Recipe.load("first_run", "model.use=model.qwen3_5", words).graph.errors
     assert "layer_types" in problem.text and problem.hint == 'did you mean "full_attention"?'
-    odd = dict.fromkeys((*Phi3.family.keys, "rope_parameters", "config"))
+    odd = dict.fromkeys((*Phi3.keys, "rope_parameters", "config"))
     odd |= SIZES | {"head_dim": None, "partial_rotary_factor": 0.5}
-    [fault] = find_setting_faults(Phi3.family, odd, False)
+    [fault] = find_setting_faults(Phi3, odd, False)
     assert (fault.key, fault.why) == (
         "partial_rotary_factor",
         "partial_rotary_factor = 0.5 rotates 3 channels of head_dim = 6",

@@ -159,7 +159,7 @@ def write(folder: Path, kind: str, **changes: Any) -> Path:
 
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     """A config with Kimi K2's model_type is read as DeepSeek V3."""
-    read = read_config(DeepseekV3.family, write(tmp_path, "deepseek_v3", model_type="kimi_k2"))
+    read = read_config(DeepseekV3, write(tmp_path, "deepseek_v3", model_type="kimi_k2"))
     assert read == model_of("deepseek_v3").architecture
 
 
@@ -177,4 +177,4 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
 def test_other_configs_are_refused(kind: str, changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
-        read_config(KINDS[kind][0].family, write(tmp_path, kind, **changes))
+        read_config(KINDS[kind][0], write(tmp_path, kind, **changes))

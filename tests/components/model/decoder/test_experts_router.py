@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.model.decoder.branch_specs import ExpertSpec, Routing
+from drawloom.components.model.decoder.branch_specs import ExpertSpec
 from drawloom.components.model.decoder.experts import (
     Router,
     attach_loss_gradient,
@@ -81,29 +81,29 @@ def test_balance_loss_evens_out_experts() -> None:
     assert counts[-1].min() > 85 and counts[-1].max() < 120  # all alike would be 102
 
 
-def router(routing: Routing, choices: int = 2, **coefficients: Any) -> Router:
+def router(choices: int = 2, **options: Any) -> Router:
     """Return a router of 6 experts for 5 channels, in float64, with random weights and bias."""
     torch.manual_seed(0)
-    spec = ExpertSpec(experts=6, choices=choices, width=1, routing=routing, **coefficients)
+    spec = ExpertSpec(num_experts=6, num_experts_per_tok=choices, width=1, **options)
     made = Router(5, spec, cpu_kernels()).double()
     if made.e_score_correction_bias is not None:
         made.e_score_correction_bias.normal_()
     return made
 
 
-ROUTINGS = {
-    "softmax": Routing(norm_topk_prob=False),
-    "softmax over the chosen": Routing(),
-    "sigmoid": Routing(scoring_func="sigmoid", norm_topk_prob=False, routed_scaling_factor=2.5),
-    "sigmoid, normalised, with a bias": Routing(scoring_func="sigmoid", bias=True),
-    "softmax with a bias": Routing(bias=True),
-    "groups": Routing(scoring_func="sigmoid", bias=True, n_group=3, topk_group=1),
+ROUTINGS: dict[str, dict[str, Any]] = {
+    "softmax": {"norm_topk_prob": False},
+    "softmax over the chosen": {},
+    "sigmoid": {"scoring_func": "sigmoid", "norm_topk_prob": False, "routed_scaling_factor": 2.5},
+    "sigmoid, normalised, with a bias": {"scoring_func": "sigmoid", "balancing_bias": True},
+    "softmax with a bias": {"balancing_bias": True},
+    "groups": {"scoring_func": "sigmoid", "balancing_bias": True, "n_group": 3, "topk_group": 1},
 }
 
 
 def by_hand(made: Router, token: Tensor) -> tuple[list[int], Tensor]:
     """Return a token's experts and their weights, computed expert by expert, without tensor operations."""
-    logits, routing = [weight @ token for weight in made.weight], made.routing
+    logits, routing = [weight @ token for weight in made.weight], made.spec
     exponentials = [logit.exp() for logit in logits]
     if routing.scoring_func == "softmax":
         scores = [value / sum(exponentials) for value in exponentials]
@@ -115,7 +115,7 @@ def by_hand(made: Router, token: Tensor) -> tuple[list[int], Tensor]:
         pairs = [(0, 1), (2, 3), (4, 5)]
         best = max(pairs, key=lambda pair: sum(ranked[expert] for expert in pair))
         ranked = {expert: ranked[expert] for expert in best}
-    chosen = sorted(ranked, key=lambda expert: -ranked[expert])[: made.spec.choices]
+    chosen = sorted(ranked, key=lambda expert: -ranked[expert])[: made.spec.num_experts_per_tok]
     weights = torch.stack([scores[expert] for expert in chosen])
     return chosen, routing.routed_scaling_factor * (weights / weights.sum() if routing.norm_topk_prob else weights)
 
@@ -123,7 +123,7 @@ def by_hand(made: Router, token: Tensor) -> tuple[list[int], Tensor]:
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_choice_and_weights_equal_a_computation_by_hand(kind: str) -> None:
     """The bias changes the choice but no weight; weights and their gradients follow the formulas."""
-    made = router(ROUTINGS[kind])
+    made = router(**ROUTINGS[kind])
     hidden = torch.randn(1, 40, 5, dtype=torch.float64)
     chosen, weights = made(hidden)
     expected = [by_hand(made, token) for token in hidden[0]]
@@ -137,7 +137,7 @@ def test_choice_and_weights_equal_a_computation_by_hand(kind: str) -> None:
 
 def test_softmax_over_chosen_experts_equals_normalized_softmax() -> None:
     """Top-k before the softmax (Mixtral's paper) gives the weights of a normalized top-k after it."""
-    made = router(Routing())
+    made = router()
     hidden = torch.randn(2, 20, 5, dtype=torch.float64)
     chosen, weights = made(hidden)
     best = (hidden @ made.weight.T).topk(2)
@@ -148,7 +148,7 @@ def test_softmax_over_chosen_experts_equals_normalized_softmax() -> None:
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 def test_losses_change_only_gradients(kind: str) -> None:
     """Weights are the same with losses; gradients differ by both losses' gradients, for normalized scores."""
-    made = router(ROUTINGS[kind])
+    made = router(**ROUTINGS[kind])
     hidden, tokens = torch.randn(3, 7, 5, dtype=torch.float64), torch.rand(3, 7)
     plain = made(hidden, tokens)[1]
     without = torch.autograd.grad(plain.sum(), made.weight)[0]
@@ -168,7 +168,7 @@ def test_losses_change_only_gradients(kind: str) -> None:
 
 def test_observers_see_each_microbatch_once() -> None:
     """Observers see microbatches of training alone: no evaluations, and no recomputed activations."""
-    made, hidden = router(ROUTINGS["softmax over the chosen"]), torch.randn(2, 9, 5, dtype=torch.float64)
+    made, hidden = router(), torch.randn(2, 9, 5, dtype=torch.float64)
     seen: list[Any] = []
 
     def observer(tokens: Tensor, scores: Tensor) -> None:
@@ -199,7 +199,7 @@ def test_observers_see_each_microbatch_once() -> None:
 
 def test_sigmoids_of_zero_scores_are_finite() -> None:
     """If all scores are 0, weights are 0, not a quotient of zeros."""
-    made = Router(1, ExpertSpec(experts=4, choices=2, width=1, routing=Routing(scoring_func="sigmoid")), cpu_kernels())
+    made = Router(1, ExpertSpec(num_experts=4, num_experts_per_tok=2, width=1, scoring_func="sigmoid"), cpu_kernels())
     torch.nn.init.ones_(made.weight)
     _, weights = made(torch.full((1, 1, 1), -1000.0))
     assert weights.tolist() == [[[0.0, 0.0]]]

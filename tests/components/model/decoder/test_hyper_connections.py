@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.branch_specs import ConnectionSpec, ConstrainedSpec
+from drawloom.components.model.decoder.branch_specs import ConnectionSpec
 from drawloom.components.model.pattern import Pattern
 from drawloom.components.ports.model import LayerRange
 from support.families import (
@@ -83,7 +83,7 @@ def apply_manifold(connection: Any, streams: Tensor, branch: Any) -> Tensor:
     ("spec", "formula"),
     [
         (ConnectionSpec(streams=3, first=1), apply_matrix),
-        (ConstrainedSpec(streams=3, first=1), apply_manifold),
+        (ConnectionSpec(streams=3, first=1, is_constrained=True), apply_manifold),
     ],
     ids=["hyper", "constrained"],
 )
