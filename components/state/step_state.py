@@ -200,11 +200,10 @@ class StepState:
         )
 
     def _get_or_split_shards(self, key: str, index: int) -> dict[int, Any]:
-        """Return a value's shards, for an access by microbatch `index`; a global value is sharded first."""
+        """Return a present value's shards, for an access by microbatch `index`; a global value is sharded first."""
         if key not in self._shards:
             split = partial(self._split_value, key)
-            is_global = key in self._written
-            self._shards[key] = _call_with_error_location(_describe_location(key, index), split) if is_global else {}
+            self._shards[key] = _call_with_error_location(_describe_location(key, index), split)
         return self._shards[key]
 
     def _split_value(self, key: str) -> dict[int, Any]:
@@ -247,10 +246,11 @@ class MicrobatchView:
 
     def __setitem__(self, key: str, value: Any) -> None:
         state = self._state
-        shards = state._get_or_split_shards(key, self._index)  # of the written value, before it is dropped
-        state._written.pop(key, None)
+        if key in state._written:
+            state._get_or_split_shards(key, self._index)  # before the whole value is dropped
+            del state._written[key]
         state._joined.pop(key, None)
-        shards[self._index] = _detach(value)
+        state._shards.setdefault(key, {})[self._index] = _detach(value)
 
     def __contains__(self, key: str) -> bool:
         return self._index in self._state.microbatches_present(key)
