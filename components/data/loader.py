@@ -145,7 +145,7 @@ class Loader:
                 self.mesh.world, self.batching.dp_rank, self.rows.count_rows("train"), batches[0]
             )
             self._checked = True
-        self._step, self.next_row_position = step, self._compute_start_position(step + 1)
+        self._step, self.next_row_position = step, self.batching.first_row_position(step + 1) + self._offset
         return batches
 
     def split_long_documents_for_step(self, batch: Batch, step: int) -> Batch:
