@@ -365,6 +365,16 @@ class Stage:
         return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
 
 
+class WeightCopies(Protocol):
+    """Weights that passes compute with in place of the optimizer's: in another dtype or memory, or gathered."""
+
+    def before_passes(self, only_if_changed: bool = False) -> None:
+        """Prepare weights for a step's passes; with `only_if_changed`, only if one may have changed."""
+
+    def after_backward(self) -> None:
+        """Pass on gradients after a step's backward passes; the optimizer changes weights next."""
+
+
 @port
 class Stages(Protocol):
     """This rank's stages, with parameters on its device."""
@@ -373,15 +383,9 @@ class Stages(Protocol):
     def local(self) -> list[Stage]:
         """This rank's stages, in order."""
 
-    def cast_weights(self, only_if_changed: bool = False) -> None:
-        """
-        Cast parameters to the dtypes for computation, before a step's forward passes.
-
-        With `only_if_changed`, cast only after a step was taken or a parameter was changed in place.
-        """
-
-    def move_gradients_to_masters(self) -> None:
-        """Pass gradients to the optimizer's parameters, such as master weights, after a step's backward passes."""
+    @property
+    def weight_copies(self) -> "Sequence[WeightCopies]":
+        """The weights that passes compute with in place of the optimizer's; empty if passes compute with these."""
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """Return meta tensors, as a tree, in place of the tensors received by `stage` for a microbatch."""

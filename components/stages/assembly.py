@@ -307,8 +307,9 @@ class StageAssembly:
         blocks = [[*model.blocks(module)] for module in modules]
         self.features.finish(modules, [*chain.from_iterable(blocks)])
         # After the features, which may have replaced a block's `forward`: a compiled one is recomputed as a whole.
-        for blocks_of_stage in blocks:
-            make_recomputable(blocks_of_stage)
+        for stage, blocks_of_stage in zip(self.local, blocks, strict=True):
+            if stage.recompute != "none":
+                make_recomputable(blocks_of_stage)
         self.parameters.find_ranks_with_parameters()
         self.fingerprint = self.values.fingerprint_frozen_source(self.parameters.all_parameters().values())
         self._check_patterns_over_ranks()

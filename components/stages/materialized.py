@@ -45,6 +45,7 @@ from drawloom.ports import (
     Stage,
     StageFeature,
     TensorSlice,
+    WeightCopies,
 )
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class MaterializedStages:
         default=None,
     )
     local: list[Stage] = internal(factory=list)  # this rank's stages, in order
+    weight_copies: list[WeightCopies] = internal(factory=list)
     store: "ParameterStore | ShardedStore" = internal(None)
 
     @classmethod
@@ -183,6 +185,8 @@ class MaterializedStages:
         """Build, parallelize and materialize this rank's stages, with initial or loaded values."""
         self._assembly.materialize()
         self.local, self.store = self._assembly.local, self._assembly.store
+        has_copies = self.store.masters or self.store.parameters_summed_in_backward
+        self.weight_copies = [*([self.store] if has_copies else []), *self._assembly.features.features]
 
     def build_meta_stages(self) -> None:
         """Build and parallelize this rank's stages without memory and values, for plans."""
@@ -219,16 +223,6 @@ class MaterializedStages:
 
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self._assembly.parameters.owned_parameters()
-
-    def cast_weights(self, only_if_changed: bool = False) -> None:
-        self.store.cast_masters_to_copies(only_if_changed)
-        for feature in self._assembly.features.features:
-            feature.before_passes(only_if_changed)
-
-    def move_gradients_to_masters(self) -> None:
-        self.store.move_gradients_to_masters()
-        for feature in self._assembly.features.features:
-            feature.after_backward()
 
     def device_bytes(self) -> dict[MemoryKind, int]:
         """
