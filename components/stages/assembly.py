@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drawloom import UserError, internal
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
@@ -212,16 +212,16 @@ class StageParameters:
     splits: Mapping[str, RankSlice]
     experts: Set[str]
     # Trained parameters of each stage, cached because a walk through modules takes milliseconds in every phase.
-    _trained: list[dict[str, nn.Parameter]] = internal()
+    trained_by_stage: list[dict[str, nn.Parameter]] = internal()
     named: dict[str, nn.Parameter] = internal()
 
     def __attrs_post_init__(self) -> None:
         """Collect the trained parameters."""
-        self._trained = [
+        self.trained_by_stage = [
             {name: parameter for name, parameter in stage.named_masters_or_parameters() if parameter.requires_grad}
             for stage in self.stages
         ]
-        self.named = {name: parameter for trained in self._trained for name, parameter in trained.items()}
+        self.named = {name: parameter for trained in self.trained_by_stage for name, parameter in trained.items()}
 
     def find_ranks_with_parameters(self) -> None:
         """Determine which other ranks have these parameters; a collective."""
@@ -278,11 +278,6 @@ class StageParameters:
         shared = self._rank_parameters
         for dimension in reversed(self.dimensions):
             dimension.sum_remaining_gradients(shared)
-
-    def state_tensors(self) -> list[dict[str, Tensor]]:
-        """Return trained parameters and persistent buffers (any shape) by stage: the state a checkpoint saves."""
-        stages = zip(self.stages, self._trained, strict=True)
-        return [{**trained, **stage.persistent_buffers()} for stage, trained in stages]
 
 
 @attrs.define(eq=False, slots=False)

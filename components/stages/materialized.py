@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,8 +249,10 @@ class MaterializedStages:
 
     def state_dict(self) -> NodeState:
         """Return trained parameters and persistent buffers by name, and a fingerprint for frozen parameters."""
-        tensors = chain.from_iterable(by_name.items() for by_name in self._assembly.parameters.state_tensors())
-        state: NodeState = {name: tensor.detach() for name, tensor in tensors}
+        state: NodeState = {}
+        for stage, trained in zip(self.local, self._assembly.parameters.trained_by_stage, strict=True):
+            tensors = {**trained, **stage.persistent_buffers()}
+            state |= {name: tensor.detach() for name, tensor in tensors.items()}
         return state | ({FROZEN: self._assembly.fingerprint} if self._assembly.fingerprint else {})
 
     def load_state_dict(self, state: NodeState) -> None:
@@ -264,8 +265,8 @@ class MaterializedStages:
             raise UserError(self._assembly.values.format_changed_source_error())
         with torch.no_grad():
             # By stage, because two stages of this rank may have buffers with the same name.
-            for tensors in self._assembly.parameters.state_tensors():
-                for name, tensor in tensors.items():
+            for stage, trained in zip(self.local, self._assembly.parameters.trained_by_stage, strict=True):
+                for name, tensor in {**trained, **stage.persistent_buffers()}.items():
                     tensor.copy_(state[name])
 
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
