@@ -192,18 +192,12 @@ class AutoKernels(_OperationSettings):
         return self._functions["linear_quantized"](dequantize, x, stored, weight_format, bias)  # type: ignore[no-any-return]
 
     def _record_add_rms_norm(
-        self,
-        add_and_norm: Callable[..., NormAndSum],
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        zero_centered: bool = False,
+        self, add_and_norm: Callable[..., NormAndSum], x: Tensor, residual: Tensor, *arguments: Any
     ) -> NormAndSum:
         with keep_arguments_in_8_bits(self._load_row_casts, x):
-            normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
+            normed, summed = add_and_norm(x, residual, *arguments)
             # Recomputation starts from the sum, which is saved anyway, not from its terms.
-            record_recomputable_call(normed, self._functions["norm_of_sum"], summed, weight, eps, zero_centered)
+            record_recomputable_call(normed, self._functions["norm_of_sum"], summed, *arguments)
         return NormAndSum(normed, summed)
 
     def _record(self, function: Callable[..., Any], *arguments: Any, rounded: int = 0) -> Any:

@@ -41,6 +41,7 @@ from drawloom.ports import (
     Precision,
     ReductionUnit,
     TensorSlice,
+    WeightCopies,
     adapter_parameter_names,
     is_dtensor,
 )
@@ -386,7 +387,7 @@ class ShardedModule:
 
 
 @attrs.define(eq=False)
-class ShardedStore:
+class ShardedStore(WeightCopies):
     """
     The parameters of modules on one rank, sharded over ranks; `masters` are this rank's slices, as plain parameters.
 

@@ -16,14 +16,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.ports import LOSS, MemoryKind, Precision, Shards, TensorSlice, is_dtensor
+from drawloom.ports import LOSS, MemoryKind, Precision, Shards, TensorSlice, WeightCopies, is_dtensor
 
 Blocks = Callable[[nn.Module], Sequence[nn.Module]]
 """Function that returns the blocks of a stage's module; each block is gathered and reduced by itself."""
 
 
 @attrs.define(eq=False)
-class ParameterStore:
+class ParameterStore(WeightCopies):
     """Modules' parameters on one rank, all whole, without DTensors."""
 
     masters: Mapping[str, nn.Parameter]

@@ -56,12 +56,7 @@ def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
     return head.logits(hidden)
 
 
-REPLACED_KEYS = {
-    "frozen": 'a table with use = "stages.frozen", which is found by type',
-}
-
-
-@component(impact="safe", replaced_keys=REPLACED_KEYS)
+@component(impact="safe", replaced_keys={"frozen": 'a table with use = "stages.frozen", which is found by type'})
 class ProgramExecutor:
     """Executor that runs programs on this rank's stages; on one rank, the plain training loop."""
 
@@ -110,10 +105,6 @@ class ProgramExecutor:
         """Return the stages' ranks."""
         return self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
 
-    @cached_property
-    def _survives_losses(self) -> bool:
-        return self.mesh.world.may_break
-
     def run_forward_and_backward(self, state: StepState) -> None:
         """Run the forward and backward passes for the state's batches, and write its losses."""
         # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
@@ -124,7 +115,7 @@ class ProgramExecutor:
             copies.before_passes()
         inputs = self.prepare_inputs(state["batches"])
         runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
-        if self._survives_losses:
+        if self.mesh.world.may_break:
             runner.before_action = self.mesh.world.raise_if_broken
         runner.run(training.features)
         for copies in self.stages.weight_copies:

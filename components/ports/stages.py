@@ -365,7 +365,7 @@ class Stage:
         return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
 
 
-class WeightCopies(Protocol):
+class WeightCopies:
     """Weights that passes compute with in place of the optimizer's: in another dtype or memory, or gathered."""
 
     def before_passes(self, only_if_changed: bool = False) -> None:

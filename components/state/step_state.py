@@ -202,18 +202,14 @@ class StepState:
     def _get_or_split_shards(self, key: str, index: int) -> dict[int, Any]:
         """Return a present value's shards, for an access by microbatch `index`; a global value is sharded first."""
         if key not in self._shards:
-            split = partial(self._split_value, key)
-            self._shards[key] = _call_with_error_location(_describe_location(key, index), split)
+            from drawloom.components.state import sharding
+
+            choose_spec = self._choose_spec(key, sharding.choose_spec_of_whole_leaf)
+            split = partial(sharding.shard_tree, self._written[key], choose_spec, self.microbatches)
+            shards = _call_with_error_location(_describe_location(key, index), split)
+            self._shards[key] = dict(enumerate(shards))
+            self._split.add(key)
         return self._shards[key]
-
-    def _split_value(self, key: str) -> dict[int, Any]:
-        """Shard a value written in the global view, and return the shards by microbatch."""
-        from drawloom.components.state import sharding
-
-        choose_spec = self._choose_spec(key, sharding.choose_spec_of_whole_leaf)
-        shards = sharding.shard_tree(self._written[key], choose_spec, self.microbatches)
-        self._split.add(key)
-        return dict(enumerate(shards))
 
     def _choose_spec(self, key: str, infer: ChooseSpec) -> ChooseSpec:
         """Return the function to choose the specs of a value's leaves: its given spec, or `infer`."""
