@@ -71,7 +71,7 @@ class Manifest:
 
 
 def hash_manifest(content: dict[str, Any]) -> str:
-    """Return the hexadecimal SHA-256 of a manifest's content, independent of formatting and key order."""
+    """Return a manifest's hexadecimal SHA-256, independent from formatting and key order."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

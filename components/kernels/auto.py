@@ -208,7 +208,7 @@ class AutoKernels(_OperationSettings):
             return call_recomputable(function, *arguments)
 
     def _multiply_rounded(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a product that saves its inputs only for weight gradients, so that they can be kept in 8 bits."""
+        """Call a product whose inputs are saved for weight gradients only, and can be kept in 8 bits."""
         with accept_rounded_inputs():
             return function(*arguments, **options)
 
@@ -222,7 +222,6 @@ class AutoKernels(_OperationSettings):
     oss_swiglu_halves = _make_method(Kernels.oss_swiglu_halves, _record, rounded=1)
     geglu = _make_method(Kernels.geglu, _record, rounded=2)
     moe_permute = _make_method(Kernels.moe_permute, _record)
-    _fused_qk_norm_rope = _make_method(Kernels.qk_norm_rope, _record)
     _convolve = _make_method(Kernels.causal_conv, _record)
     # Not recomputable: its backward pass does not need x, so that recomputation would save no memory.
     rope = _make_method(Kernels.rope)
@@ -249,7 +248,10 @@ class AutoKernels(_OperationSettings):
         if zero_centered or interleaved or 2 * cos.shape[-1] != q.shape[-1]:  # the fused kernel has none of these
             q, k = (self.rms_norm(x, w, eps, zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
             return self.rope(q, cos, sin, interleaved), self.rope(k, cos, sin, interleaved)
-        return self._fused_qk_norm_rope(q, k, q_weight, k_weight, eps, cos, sin)
+        fused = self._functions["qk_norm_rope"]
+        if torch.compiler.is_compiling() or recorder.get() is None:
+            return fused(q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
+        return self._record(fused, q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(
         self,

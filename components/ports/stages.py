@@ -366,7 +366,7 @@ class Stage:
 
 
 class WeightCopies:
-    """Weights that passes compute with in place of the optimizer's: in another dtype or memory, or gathered."""
+    """Weight copies for passes: in another dtype or memory, or gathered."""
 
     def before_passes(self, only_if_changed: bool = False) -> None:
         """Prepare weights for a step's passes; with `only_if_changed`, only if one may have changed."""
@@ -385,7 +385,7 @@ class Stages(Protocol):
 
     @property
     def weight_copies(self) -> "Sequence[WeightCopies]":
-        """The weights that passes compute with in place of the optimizer's; empty if passes compute with these."""
+        """Weight copies for passes; empty if passes compute with the optimizer's weights."""
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """Return meta tensors, as a tree, in place of the tensors received by `stage` for a microbatch."""

@@ -72,7 +72,7 @@ def seed_generators(seed: int, rank: int) -> None:
 
 
 def set_generator_states(state: NodeState) -> None:
-    """Set the process's generator states to those that `ProcessRandomness.state_dict` has returned."""
+    """Set the process's generators to a state from `ProcessRandomness.state_dict`."""
     python = state["python"]
     torch.set_rng_state(state["torch"])
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

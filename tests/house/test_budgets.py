@@ -3,16 +3,16 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 696_200,
+    "tokens of the source": 695_954,
     "files that name float8 outside its folder": 8,
     "code lines imported by check": 11_927,
-    "code lines imported by run": 18_994,
+    "code lines imported by run": 18_934,
     "functions on the journey rate": 28,
     "files on the journey rate": 16,
-    "functions on the journey batch": 128,
-    "files on the journey batch": 39,
-    "functions on the journey checkpoint": 103,
-    "files on the journey checkpoint": 35,
+    "functions on the journey batch": 110,
+    "files on the journey batch": 36,
+    "functions on the journey checkpoint": 97,
+    "files on the journey checkpoint": 30,
 }
 """
 The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown

@@ -1,5 +1,5 @@
 """
-Safetensors format: dtypes, names, and byte ranges of tensors; and a writer for files, tensor by tensor in any order.
+Safetensors format: dtypes, names and byte ranges; and a writer for files, tensor by tensor in any order.
 
 https://github.com/huggingface/safetensors#format. The library's `save_file` needs all tensors at once, and neither
 hashes nor flushes them. An export streams one tensor group at a time, regardless of the file size, and a checkpoint
