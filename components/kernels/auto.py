@@ -250,7 +250,7 @@ class AutoKernels(_OperationSettings):
             return self.rope(q, cos, sin, interleaved), self.rope(k, cos, sin, interleaved)
         fused = self._functions["qk_norm_rope"]
         if torch.compiler.is_compiling() or recorder.get() is None:
-            return fused(q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
+            return fused(q, k, q_weight, k_weight, eps, cos=cos, sin=sin)  # type: ignore[no-any-return]
         return self._record(fused, q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(

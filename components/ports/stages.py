@@ -319,11 +319,12 @@ class Stage:
     One pipeline stage on this rank: its index, the stage count, and its real module.
 
     The last stage's module contains the loss's module, as `loss`. The module computes with its own parameters.
-    `masters` maps names to the master weights, if the module's parameters are casts; if parameters are gathered from
-    `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module; without
-    adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slices for parameters
-    that ranks compute with in slices. `recompute` is the activation checkpointing policy. `read_or_draw_frozen_values`
-    reads the values of frozen parameters that the module stores in a quantized format.
+    `masters` maps names to the master weights, if the module's parameters are casts; if parameters are gathered
+    from `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module;
+    without adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slices for
+    parameters that ranks compute with in slices. `recompute` is the activation checkpointing policy for its
+    `blocks`. `read_or_draw_frozen_values` reads the values of frozen parameters that the module stores in a
+    quantized format.
     """
 
     index: int
@@ -334,6 +335,7 @@ class Stage:
     shards: Shards | None = None
     adapters: Sequence[Adapter] = ()
     splits: Mapping[str, RankSlice] = attrs.field(factory=dict)
+    blocks: Sequence[nn.Module] = ()
     recompute: Recompute = "none"
     read_or_draw_frozen_values: ReadFrozen | None = None
 

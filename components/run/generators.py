@@ -1,5 +1,5 @@
 """
-What a run sets in its process: random generators, and torch's settings for deterministic results.
+Random generators, and torch's settings for deterministic results.
 
 cuBLAS reads CUBLAS_WORKSPACE_CONFIG at the first matmul on a device, and torch checks the variable at every
 deterministic matmul. So it is set before the run's first matmul; earlier nodes only move and fill tensors. A process

@@ -29,7 +29,6 @@ from drawloom.components.parallel.master_weights import ParameterStore, choose_l
 from drawloom.components.pipeline.program.builders import list_stages_of_rank
 from drawloom.components.stages.feature_stack import FeatureStack
 from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device
-from drawloom.kernels.recompute.policy import make_recomputable
 from drawloom.ports import (
     LOSS,
     Adapter,
@@ -50,6 +49,7 @@ from drawloom.ports import (
     StageFeature,
     TensorSlice,
     UncastParameters,
+    WeightCopies,
     embeds_on_every_rank,
     find_loss_module,
     layers_keep_shapes,
@@ -299,15 +299,15 @@ class StageAssembly:
         modules = [*parallel.modules.values()]
         self.spans = parallel.spans
         self._set_stages(parallel, self._allocate_and_fill(parallel))
-        blocks = [[*model.blocks(module)] for module in modules]
-        self.features.finish(modules, [*chain.from_iterable(blocks)])
-        # After the features, which may have replaced a block's `forward`: a compiled one is recomputed as a whole.
-        for stage, blocks_of_stage in zip(self.local, blocks, strict=True):
-            if stage.recompute != "none":
-                make_recomputable(blocks_of_stage)
+        self.features.finish(modules, [*chain.from_iterable(map(model.blocks, modules))])
         self.parameters.find_ranks_with_parameters()
         self.fingerprint = self.values.fingerprint_frozen_source(self.parameters.all_parameters().values())
         self._check_patterns_over_ranks()
+
+    def list_weight_copies(self) -> list[WeightCopies]:
+        """Return the store, if it has copies or sums gradients, and the features."""
+        has_copies = self.store.masters or self.store.parameters_summed_in_backward
+        return [*([self.store] if has_copies else []), *self.features.features]
 
     def build_on_meta(self) -> None:
         """Build and parallelize the stages without memory and values, for plans."""
@@ -403,6 +403,7 @@ class StageAssembly:
                 shards=store.get_shards(module),
                 adapters=self.settings.adapters,
                 splits=parallel.splits,
+                blocks=self.settings.model.blocks(module),
                 recompute=policies[index],
                 read_or_draw_frozen_values=None if self.values is None else self.values.read_or_draw_frozen_values,
             )

@@ -184,8 +184,7 @@ class MaterializedStages:
         """Build, parallelize and materialize this rank's stages, with initial or loaded values."""
         self._assembly.materialize()
         self.local, self.store = self._assembly.local, self._assembly.store
-        has_copies = self.store.masters or self.store.parameters_summed_in_backward
-        self.weight_copies = [*([self.store] if has_copies else []), *self._assembly.features.features]
+        self.weight_copies = self._assembly.list_weight_copies()
 
     def build_meta_stages(self) -> None:
         """Build and parallelize this rank's stages without memory and values, for plans."""

@@ -62,7 +62,7 @@ class StageRunner:
         keeps = torch.is_grad_enabled()
         split = self._create_split_backward() if self.split else None
         recomputes = keeps and self.stage.recompute != "none"
-        recomputing = apply_recompute_policy(self.stage.recompute) if recomputes else nullcontext()
+        recomputing = apply_recompute_policy(self.stage.recompute, self.stage.blocks) if recomputes else nullcontext()
         accumulation = Accumulation() if self._fuses_gradient_sums else nullcontext()
         with accumulation if split is None else split.forward_context(), recomputing:
             if not self.last:
