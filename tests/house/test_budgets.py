@@ -3,7 +3,7 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 695_993,
+    "tokens of the source": 695_981,
     "files that name float8 outside its folder": 8,
     "code lines imported by check": 11_927,
     "code lines imported by run": 18_937,
