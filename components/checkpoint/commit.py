@@ -6,6 +6,7 @@ before the manifest that lists them, everything before the rename, and the renam
 removed. The manifest is verified first: it has every file's size and block digests (SHA-256), and its own checksum.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -26,7 +27,6 @@ from drawloom.components.distributed.threads import map_parallel
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.durable_files import FileDigest, create_folder_unless_link, list_folder
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
-from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.ports import Group
 
@@ -62,12 +62,18 @@ class Manifest:
     def to_json_bytes(self) -> bytes:
         """Return the text for `manifest.json`."""
         content = {"format": FORMAT, **attrs.asdict(self)}
-        return json.dumps({**content, "digest": hash_canonical(content)}, indent=1).encode() + b"\n"
+        return json.dumps({**content, "digest": hash_manifest(content)}, indent=1).encode() + b"\n"
 
     @property
     def total_file_bytes(self) -> int:
         """Total file size."""
         return sum(content.size for content in self.files.values())
+
+
+def hash_manifest(content: dict[str, Any]) -> str:
+    """Return a manifest's hexadecimal SHA-256, independent from formatting and key order."""
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:

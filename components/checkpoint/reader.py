@@ -24,21 +24,21 @@ from drawloom.components.checkpoint.commit import (
     MANIFEST,
     CorruptCheckpointError,
     Manifest,
+    hash_manifest,
     list_checkpoints,
     tree_file_name,
 )
 from drawloom.components.checkpoint.pieces import assemble_pieces, find_rows_unless_all, is_piece_needed
 from drawloom.components.distributed.threads import map_parallel
 from drawloom.components.storage.durable_files import FileDigest, count_hash_blocks, list_folder, read_file
-from drawloom.components.storage.safetensors.header import HeaderError
-from drawloom.components.storage.safetensors.reader import read_header_entries, read_tensor
+from drawloom.components.storage.safetensors.reader import HeaderError, read_header_entries, read_tensor
 from drawloom.components.storage.state_tree import (
     Tree,
     iterate_tensor_names_and_slices,
     list_dict_entries,
     unpack_state,
 )
-from drawloom.components.storage.strict_json import hash_canonical, parse_strict_json
+from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.storage.verified_file import ContentMismatchError, VerifiedFile, open_file_to_verify
 from drawloom.ports import NodeState, SlicedTensor, TensorSlice
 
@@ -134,7 +134,7 @@ def _read_verified_content(checkpoint: Path) -> dict[str, Any]:
         raise CorruptCheckpointError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptCheckpointError(f"{MANIFEST} can't be read ({type(error).__name__})") from error
-    if digest != hash_canonical(content):
+    if digest != hash_manifest(content):
         raise CorruptCheckpointError(f"{MANIFEST} has a checksum mismatch")
     if type(version) is not int:
         raise CorruptCheckpointError(f"{MANIFEST} has a format that is not a number")

@@ -92,6 +92,8 @@ class Loader:
     )
     _step: int = internal(0)
     _offset: int = internal(0)  # rows consumed beyond those of as many steps of the present size
+    next_row_position: int = internal(0)
+    """Position in the endless row order where the next step begins."""
     last_changed_step: int = internal(0)
     """Last step with another batch size, order or corpus; `list_rows_on_all_ranks` is valid after it."""
     _workers: "Workers | None" = internal(None)
@@ -143,7 +145,7 @@ class Loader:
                 self.mesh.world, self.batching.dp_rank, self.rows.count_rows("train"), batches[0]
             )
             self._checked = True
-        self._step = step
+        self._step, self.next_row_position = step, self.batching.first_row_position(step + 1) + self._offset
         return batches
 
     def split_long_documents_for_step(self, batch: Batch, step: int) -> Batch:
@@ -177,11 +179,6 @@ class Loader:
     def count_epochs_after(self, step: int) -> Fraction:
         return Fraction(self._compute_start_position(step + 1), self.rows_per_epoch)
 
-    @property
-    def next_row_position(self) -> int:
-        """The position in the endless row order where the next step begins."""
-        return self._compute_start_position(self._step + 1)
-
     def skip_to_position(self, position: int) -> None:
         """Move the next step to a position in the order, as if earlier steps had had another batch size."""
         self.load_state_dict(self.state_dict() | {"position": position})
@@ -211,7 +208,7 @@ class Loader:
         for key, number in (("step", step), ("position", position)):
             if not isinstance(number, int) or number < 0:
                 raise ValueError(f"{key}: {number!r} is not an integer of 0 or more")
-        self._step, self._stream = step, None
+        self._step, self._stream, self.next_row_position = step, None, position
         self._offset = position - self.batching.first_row_position(step + 1)
         segments = [Segment(int(start), shares) for start, shares in state.get("shares", {}).items()]
         self._build_stream(segments)

@@ -12,8 +12,8 @@ import attrs
 from drawloom import UserError
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.export.shard_writer import Share
-from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.storage.safetensors.writer import format_names
 from drawloom.components.storage.tensor_source import TensorSource
 from drawloom.components.weights.dequantized import (
     DequantizedSource,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom import UserError
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
-from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
+from drawloom.components.storage.safetensors.writer import CODES, DTYPES, format_names
 from drawloom.components.storage.temp_folders import TempFolder, create_temp_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.load import stream_converted_tensors

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -67,15 +67,18 @@ class _LazyFunctions(dict[str, Any]):
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _make_method(declared: F, call: Callable[..., Any] | None = None, **settings: Any) -> F:
+def _make_method(declared: F, record: Callable[..., Any] | None = None, **settings: Any) -> F:
     """
-    Return a method like the port's that runs its operation, within `call` if given: torch.compile can't trace
-    `functools.partialmethod`.
+    Return a method like the port's that runs its operation; in a pass with a recorder, `record` runs and marks it.
+
+    torch.compile can't trace `functools.partialmethod`.
     """
 
     def run_operation(self: Any, *arguments: Any, **options: Any) -> Any:
         function = self._functions[declared.__name__]
-        return call(self, function, *arguments, **settings, **options) if call else function(*arguments, **options)
+        if record is None or torch.compiler.is_compiling() or recorder.get() is None:
+            return function(*arguments, **options)
+        return record(self, function, *arguments, **settings, **options)
 
     return cast(F, run_operation)
 
@@ -188,44 +191,38 @@ class AutoKernels(_OperationSettings):
         dequantize = self._functions["dequantize"]
         return self._functions["linear_quantized"](dequantize, x, stored, weight_format, bias)  # type: ignore[no-any-return]
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+    def _record_add_rms_norm(
+        self, add_and_norm: Callable[..., NormAndSum], x: Tensor, residual: Tensor, *arguments: Any
     ) -> NormAndSum:
-        add_and_norm = self._functions["add_rms_norm"]
-        if torch.compiler.is_compiling() or recorder.get() is None:
-            return NormAndSum(*add_and_norm(x, residual, weight, eps, zero_centered))
         with keep_arguments_in_8_bits(self._load_row_casts, x):
-            normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
+            normed, summed = add_and_norm(x, residual, *arguments)
             # Recomputation starts from the sum, which is saved anyway, not from its terms.
-            record_recomputable_call(normed, self._functions["norm_of_sum"], summed, weight, eps, zero_centered)
+            record_recomputable_call(normed, self._functions["norm_of_sum"], summed, *arguments)
         return NormAndSum(normed, summed)
 
-    def _call_recomputable(self, function: Callable[..., Any], *arguments: Any, rounded: int = 0) -> Any:
+    def _record(self, function: Callable[..., Any], *arguments: Any, rounded: int = 0) -> Any:
         """
-        Call a function whose result a pass with a recorder can recompute; it can keep the first `rounded` arguments in
-        8 bits.
+        Call a function whose result can be recomputed; its first `rounded` arguments can be kept in 8 bits.
         """
-        if torch.compiler.is_compiling() or recorder.get() is None:
-            return function(*arguments)
         with keep_arguments_in_8_bits(self._load_row_casts, *arguments[:rounded]) if rounded else nullcontext():
             return call_recomputable(function, *arguments)
 
-    def _multiply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a product that saves its inputs only for weight gradients."""
-        if torch.compiler.is_compiling() or recorder.get() is None:
-            return function(*arguments, **options)
+    def _multiply_rounded(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a product whose inputs are saved for weight gradients only, and can be kept in 8 bits."""
         with accept_rounded_inputs():
             return function(*arguments, **options)
 
     # The port declares these operations' parameters and results.
-    linear = _make_method(Kernels.linear, _multiply)
-    grouped_gemm = _make_method(Kernels.grouped_gemm, _multiply)
-    rms_norm = _make_method(Kernels.rms_norm, _call_recomputable, rounded=1)
-    swiglu = _make_method(Kernels.swiglu, _call_recomputable, rounded=2)
-    swiglu_halves = _make_method(Kernels.swiglu_halves, _call_recomputable, rounded=1)
-    oss_swiglu_halves = _make_method(Kernels.oss_swiglu_halves, _call_recomputable, rounded=1)
-    geglu = _make_method(Kernels.geglu, _call_recomputable, rounded=2)
-    moe_permute = _make_method(Kernels.moe_permute, _call_recomputable)
+    linear = _make_method(Kernels.linear, _multiply_rounded)
+    grouped_gemm = _make_method(Kernels.grouped_gemm, _multiply_rounded)
+    rms_norm = _make_method(Kernels.rms_norm, _record, rounded=1)
+    add_rms_norm = _make_method(Kernels.add_rms_norm, _record_add_rms_norm)
+    swiglu = _make_method(Kernels.swiglu, _record, rounded=2)
+    swiglu_halves = _make_method(Kernels.swiglu_halves, _record, rounded=1)
+    oss_swiglu_halves = _make_method(Kernels.oss_swiglu_halves, _record, rounded=1)
+    geglu = _make_method(Kernels.geglu, _record, rounded=2)
+    moe_permute = _make_method(Kernels.moe_permute, _record)
+    _convolve = _make_method(Kernels.causal_conv, _record)
     # Not recomputable: its backward pass does not need x, so that recomputation would save no memory.
     rope = _make_method(Kernels.rope)
     embedding = _make_method(Kernels.embedding)
@@ -251,7 +248,10 @@ class AutoKernels(_OperationSettings):
         if zero_centered or interleaved or 2 * cos.shape[-1] != q.shape[-1]:  # the fused kernel has none of these
             q, k = (self.rms_norm(x, w, eps, zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
             return self.rope(q, cos, sin, interleaved), self.rope(k, cos, sin, interleaved)
-        return self._call_recomputable(self._functions["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
+        fused = self._functions["qk_norm_rope"]
+        if torch.compiler.is_compiling() or recorder.get() is None:
+            return fused(q, k, q_weight, k_weight, eps, cos=cos, sin=sin)  # type: ignore[no-any-return]
+        return self._record(fused, q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(
         self,
@@ -321,7 +321,7 @@ class AutoKernels(_OperationSettings):
         return create_recurrence_mask(documents, part, cache)
 
     def causal_conv(self, x: Tensor, weight: Tensor, mask: Any, silu: bool = True) -> Tensor:
-        return mask.convolve(partial(self._call_recomputable, self._functions["causal_conv"]), x, weight, silu)  # type: ignore[no-any-return]
+        return mask.convolve(self._convolve, x, weight, silu)  # type: ignore[no-any-return]
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
         return mask.apply_rule(self._functions["gated_delta_rule"], (q, k, v, g, beta))  # type: ignore[no-any-return]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from drawloom import NodeView, Problem, UserError, above, between, component, setting
 from drawloom.components.loss.next_token import NextToken
-from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.storage.safetensors.writer import format_names
 from drawloom.components.storage.tensor_source import TensorSource
 from drawloom.components.weights.heads import find_model_folder
 from drawloom.components.weights.load import (

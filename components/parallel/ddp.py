@@ -142,11 +142,11 @@ class ReplicatedStore(ParameterStore):
             store.parameters_summed_in_backward |= own.keys()
         return store
 
-    def move_gradients_to_masters(self) -> None:
+    def after_backward(self) -> None:
         """Wait for the sums, and move the copies' gradients to the masters."""
         for module in self.modules.values():
             module.finish_reduction()
-        super().move_gradients_to_masters()
+        super().after_backward()
 
     def get_shards(self, module: nn.Module) -> ReplicatedModule:
         """Return the replicated module for `module`."""

@@ -41,6 +41,7 @@ from drawloom.ports import (
     Precision,
     ReductionUnit,
     TensorSlice,
+    WeightCopies,
     adapter_parameter_names,
     is_dtensor,
 )
@@ -386,7 +387,7 @@ class ShardedModule:
 
 
 @attrs.define(eq=False)
-class ShardedStore:
+class ShardedStore(WeightCopies):
     """
     The parameters of modules on one rank, sharded over ranks; `masters` are this rank's slices, as plain parameters.
 
@@ -414,22 +415,22 @@ class ShardedStore:
                 masters[name], slices[name] = parameter.master, parameter.tensor_slice
         return cls(modules, masters, slices, whole)
 
-    def cast_masters_to_copies(self, only_if_changed: bool = False) -> None:
+    def before_passes(self, only_if_changed: bool = False) -> None:
         """
         Begin a step: cast the unsharded parameters, and drop gathered ones, which would be old.
 
         With `only_if_changed`, only if a parameter may have changed.
         """
-        self._whole.cast_masters_to_copies(only_if_changed)
+        self._whole.before_passes(only_if_changed)
         versions = [self.masters[name]._version for name in self.slices]
         if not (only_if_changed and versions == self._gathered_at):
             for module in self.modules:
                 module.drop_gathered_and_delay_reduction()
         self._gathered_at = versions
 
-    def move_gradients_to_masters(self) -> None:
+    def after_backward(self) -> None:
         """End the reductions, adding to the slices' gradients, and move the other parameters' gradients."""
-        self._whole.move_gradients_to_masters()
+        self._whole.after_backward()
         for module in self.modules:
             module.stop_reducing_in_backward()
         # Fused optimizers change parameters without a new version number.

@@ -16,14 +16,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.ports import LOSS, MemoryKind, Precision, Shards, TensorSlice, is_dtensor
+from drawloom.ports import LOSS, MemoryKind, Precision, Shards, TensorSlice, WeightCopies, is_dtensor
 
 Blocks = Callable[[nn.Module], Sequence[nn.Module]]
 """Function that returns the blocks of a stage's module; each block is gathered and reduced by itself."""
 
 
 @attrs.define(eq=False)
-class ParameterStore:
+class ParameterStore(WeightCopies):
     """Modules' parameters on one rank, all whole, without DTensors."""
 
     masters: Mapping[str, nn.Parameter]
@@ -57,7 +57,7 @@ class ParameterStore:
                         tensor.grad_dtype = precision.gradient
         return cls(masters, [(parameter, copies[parameter]) for parameter in dict.fromkeys(masters.values())])
 
-    def cast_masters_to_copies(self, only_if_changed: bool = False) -> None:
+    def before_passes(self, only_if_changed: bool = False) -> None:
         """
         Cast the masters to the copies; with `only_if_changed`, only if a step or a load may have changed a master.
         """
@@ -68,7 +68,7 @@ class ParameterStore:
             torch._foreach_copy_([copy for _, copy in self._pairs], [master for master, _ in self._pairs])
         self._cast_at = versions
 
-    def move_gradients_to_masters(self) -> None:
+    def after_backward(self) -> None:
         """Move the copies' gradients to the masters, or add them to the masters' existing gradients."""
         for master, copy in self._pairs:
             if copy.grad is not None:

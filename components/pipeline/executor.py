@@ -56,12 +56,7 @@ def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
     return head.logits(hidden)
 
 
-REPLACED_KEYS = {
-    "frozen": 'a table with use = "stages.frozen", which is found by type',
-}
-
-
-@component(impact="safe", replaced_keys=REPLACED_KEYS)
+@component(impact="safe", replaced_keys={"frozen": 'a table with use = "stages.frozen", which is found by type'})
 class ProgramExecutor:
     """Executor that runs programs on this rank's stages; on one rank, the plain training loop."""
 
@@ -110,23 +105,21 @@ class ProgramExecutor:
         """Return the stages' ranks."""
         return self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
 
-    @cached_property
-    def _survives_losses(self) -> bool:
-        return self.mesh.world.may_break
-
     def run_forward_and_backward(self, state: StepState) -> None:
         """Run the forward and backward passes for the state's batches, and write its losses."""
         # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
         if state.microbatches not in self._training:
             self._training[state.microbatches] = self._plans.plan_training(state.microbatches, self.stages)
         training = self._training[state.microbatches]
-        self.stages.cast_weights()
+        for copies in self.stages.weight_copies:
+            copies.before_passes()
         inputs = self.prepare_inputs(state["batches"])
         runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
-        if self._survives_losses:
+        if self.mesh.world.may_break:
             runner.before_action = self.mesh.world.raise_if_broken
         runner.run(training.features)
-        self.stages.move_gradients_to_masters()
+        for copies in self.stages.weight_copies:
+            copies.after_backward()
         if not state.microbatches_present(LOSSES):
             self._write_empty_losses(state)
 
@@ -136,7 +129,8 @@ class ProgramExecutor:
 
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""
-        self.stages.cast_weights()
+        for copies in self.stages.weight_copies:
+            copies.before_passes()
         inputs = self.prepare_inputs(state["batches"])
         actions = self._plans.plan_forward(state.microbatches, self.stages)
         runner = self._create_runner("evaluation", actions, inputs, state, self.stages.local)
@@ -172,7 +166,8 @@ class ProgramExecutor:
 
         `on_output` accepts a microbatch's number and its logits (rows, length, vocab_size) or `finish` result.
         """
-        self.stages.cast_weights(only_if_changed=True)
+        for copies in self.stages.weight_copies:
+            copies.before_passes(only_if_changed=True)
         inputs = [
             MicrobatchInputs(self._upload(tokens), self._upload(shared), finish=finish)
             for tokens, shared in microbatches
@@ -189,7 +184,17 @@ class ProgramExecutor:
 
     def prepare_inputs(self, batches: Iterable[Batch]) -> Microbatches:
         """Return the batches' inputs on the device, as features and a loss with passes of its own prepare them."""
-        inputs: Microbatches = [self._upload_inputs(batch) for batch in batches]
+        uploaded: list[MicrobatchInputs] = []
+        for batch in batches:
+            own, part, whole_rows = batch, None, batch.has_one_document_per_row()
+            if self._context_group.size > 1:
+                own, part = self._select_own_tokens(batch)
+            moved: Batch = self._upload(own)
+            stage_inputs, shared = self.objective.inputs(moved)
+            if whole_rows or part is not None:
+                shared = attrs.evolve(shared, part=part, one_document_per_row=whole_rows)
+            uploaded.append(MicrobatchInputs(stage_inputs, shared, moved))
+        inputs: Microbatches = uploaded
         for feature in self._features:
             inputs = feature.prepare_inputs(inputs, self)
         if isinstance(self.objective, Referenced | MeasuresStep):
@@ -240,23 +245,15 @@ class ProgramExecutor:
             buffers = P2PBuffers(self._links, self.device.device)
         return ProgramRunner(stages, inputs, boundaries or self.stages, buffers, actions, kind)
 
-    def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
-        """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
-        part, whole_rows = None, batch.has_one_document_per_row()
-        if self._context_group.size > 1:
-            # This rank's part of rows with `length` tokens, on the host and on the device
-            if batch.length not in self._parts:  # cached: a copy to a GPU would wait
-                from drawloom.components.parallel.context_part import ContextPart
+    def _select_own_tokens(self, batch: Batch) -> "tuple[Batch, ContextPart]":
+        """Return this context rank's part of a batch on the host, and its part of the rows on the device."""
+        if batch.length not in self._parts:  # cached: a copy to a GPU would wait
+            from drawloom.components.parallel.context_part import ContextPart
 
-                part = ContextPart.for_rank(batch.length, self._context_group)
-                self._parts[batch.length] = part, self._upload(part)
-            host_part, part = self._parts[batch.length]
-            batch = host_part.select_own_tokens(batch)
-        moved: Batch = self._upload(batch)
-        inputs, shared = self.objective.inputs(moved)
-        if whole_rows or part is not None:
-            shared = attrs.evolve(shared, part=part, one_document_per_row=whole_rows)
-        return MicrobatchInputs(inputs, shared, moved)
+            part = ContextPart.for_rank(batch.length, self._context_group)
+            self._parts[batch.length] = part, self._upload(part)
+        host_part, device_part = self._parts[batch.length]
+        return host_part.select_own_tokens(batch), device_part
 
     @cached_property
     def _features(self) -> list[PassFeature]:

@@ -38,7 +38,6 @@ from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.kernels.deferred_grads import fuse_gradient_sums_on_meta
 from drawloom.kernels.host_copies import COPY
 from drawloom.kernels.operation import OperationCosts, accesses_elements, bind_arguments, compute_operation_costs
-from drawloom.kernels.recompute.policy import make_recomputable
 from drawloom.ports import Batch, FrozenModel, Group, HasCostKey, Loss, Recompute, Referenced, Stage
 
 
@@ -351,17 +350,20 @@ class StageCostRecorder:
 
     def _record_passes_with_only_blocks(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
         """Record a stage's passes with only these blocks in place, or return the recording for an equal stage."""
-        parameters = _make_outer_parameters_key(stage.module, self.blocks(stage.module))
+        modules = self.blocks(stage.module)
+        parameters = _make_outer_parameters_key(stage.module, modules)
         # By blocks, `blocks` says which are recomputed.
+        recomputed = [modules[block.number] for block in blocks if block.is_recomputed]
         policy = stage.recompute if stage.recompute in ("selective", "quantized") else "blocks"
         features = stage.span.embedding, stage.span.head, policy
         passes: Passes = {}
         for is_split in (False, True) if split else (False,):
             key = (self.rows, self.cache_key, *features, parameters, tuple(blocks), is_split)
             if key not in self.recordings:
-                with _bypass_other_blocks(self.blocks(stage.module), blocks):
-                    first = self.blocks(stage.module)[blocks[0].number] if blocks else None
-                    recorded = self._record_passes(attrs.evolve(stage, recompute=policy), first, is_split)
+                with _bypass_other_blocks(modules, blocks):
+                    first = modules[blocks[0].number] if blocks else None
+                    shown = attrs.evolve(stage, blocks=recomputed, recompute=policy)
+                    recorded = self._record_passes(shown, first, is_split)
                 self.recordings[key] = recorded, self._hidden
             more, self._hidden = self.recordings[key]
             passes |= more
@@ -511,13 +513,11 @@ def _choose_examples(blocks: Sequence[_Block]) -> list[_Block]:
 
 @contextmanager
 def _bypass_other_blocks(blocks: Sequence[nn.Module], some: Sequence[_Block]) -> Iterator[None]:
-    """Replace all other blocks by the identity, and apply the recompute policy to the remaining blocks."""
-    kept, before = {block.number: block for block in some}, [block.__dict__.get("forward") for block in blocks]
+    """Replace all other blocks by the identity, and restore every block's forward pass."""
+    kept, before = {block.number for block in some}, [block.__dict__.get("forward") for block in blocks]
     for number, block in enumerate(blocks):
         if number not in kept:
             block.forward = lambda hidden, *_, **__: hidden
-        elif kept[number].is_recomputed:
-            make_recomputable([block])
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from drawloom import NodeView, Problem, port
 from drawloom.components.ports.distributed import PerDimension, Precision
 from drawloom.components.ports.model import build_meta_module_if_known
 from drawloom.components.ports.slices import RankSlice
-from drawloom.components.ports.stages import FrozenModel, Recompute
+from drawloom.components.ports.stages import FrozenModel, Recompute, WeightCopies
 
 MemoryKind = Literal["parameters", "masters", "compute_copies", "gradients", "optimizer_state", "workspace"]
 """
@@ -275,7 +275,7 @@ class NamePatterns:
 
 
 @port
-class StageFeature(Feature):
+class StageFeature(Feature, WeightCopies):
     """
     A feature composed around a rank's stages. Derive from this class: its members do nothing.
 
@@ -336,12 +336,6 @@ class StageFeature(Feature):
 
     def allocate(self, modules: Sequence[nn.Module]) -> None:
         """Allocate the feature's own memory, also on the meta device for a plan."""
-
-    def before_passes(self, only_if_changed: bool = False) -> None:
-        """Prepare weights for a step's passes; with `only_if_changed`, only if one may have changed."""
-
-    def after_backward(self) -> None:
-        """Act after a step's backward passes; the optimizer changes weights next."""
 
     def change_device_bytes(self, sizes: MutableMapping[MemoryKind, int]) -> None:
         """Change the stages' bytes on the device."""

@@ -319,11 +319,12 @@ class Stage:
     One pipeline stage on this rank: its index, the stage count, and its real module.
 
     The last stage's module contains the loss's module, as `loss`. The module computes with its own parameters.
-    `masters` maps names to the master weights, if the module's parameters are casts; if parameters are gathered from
-    `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module; without
-    adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slices for parameters
-    that ranks compute with in slices. `recompute` is the activation checkpointing policy. `read_or_draw_frozen_values`
-    reads the values of frozen parameters that the module stores in a quantized format.
+    `masters` maps names to the master weights, if the module's parameters are casts; if parameters are gathered
+    from `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module;
+    without adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slices for
+    parameters that ranks compute with in slices. `recompute` is the activation checkpointing policy for its
+    `blocks`. `read_or_draw_frozen_values` reads the values of frozen parameters that the module stores in a
+    quantized format.
     """
 
     index: int
@@ -334,6 +335,7 @@ class Stage:
     shards: Shards | None = None
     adapters: Sequence[Adapter] = ()
     splits: Mapping[str, RankSlice] = attrs.field(factory=dict)
+    blocks: Sequence[nn.Module] = ()
     recompute: Recompute = "none"
     read_or_draw_frozen_values: ReadFrozen | None = None
 
@@ -365,6 +367,16 @@ class Stage:
         return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
 
 
+class WeightCopies:
+    """Weight copies for passes: in another dtype or memory, or gathered."""
+
+    def before_passes(self, only_if_changed: bool = False) -> None:
+        """Prepare weights for a step's passes; with `only_if_changed`, only if one may have changed."""
+
+    def after_backward(self) -> None:
+        """Pass on gradients after a step's backward passes; the optimizer changes weights next."""
+
+
 @port
 class Stages(Protocol):
     """This rank's stages, with parameters on its device."""
@@ -373,15 +385,9 @@ class Stages(Protocol):
     def local(self) -> list[Stage]:
         """This rank's stages, in order."""
 
-    def cast_weights(self, only_if_changed: bool = False) -> None:
-        """
-        Cast parameters to the dtypes for computation, before a step's forward passes.
-
-        With `only_if_changed`, cast only after a step was taken or a parameter was changed in place.
-        """
-
-    def move_gradients_to_masters(self) -> None:
-        """Pass gradients to the optimizer's parameters, such as master weights, after a step's backward passes."""
+    @property
+    def weight_copies(self) -> "Sequence[WeightCopies]":
+        """Weight copies for passes; empty if passes compute with the optimizer's weights."""
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """Return meta tensors, as a tree, in place of the tensors received by `stage` for a microbatch."""

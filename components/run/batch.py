@@ -79,26 +79,20 @@ class GlobalBatch:
         return not any(_find_undivided_sizes(self.global_size, self.ramp, count))
 
     def first_row_position(self, step: int) -> int:
-        return self._compute_first_position_and_size(step)[0]
+        done = position = 0  # steps and rows of earlier stages
+        for stage in self.ramp:
+            last = min(self._find_last_step_of_ramp_stage(stage, done, position), step - 1)
+            done, position = last, position + (last - done) * stage.size
+        return position + (step - 1 - done) * self.global_size
 
     def microbatch_row_positions(self, step: int) -> list[list[int]]:
-        first, size = self._compute_first_position_and_size(step)
-        share = size // self.dp_size
+        first, end = self.first_row_position(step), self.first_row_position(step + 1)
+        share = (end - first) // self.dp_size
         if self.deal == "in_turn":
-            local = range(first + self.dp_rank, first + size, self.dp_size)
+            local = range(first + self.dp_rank, end, self.dp_size)
         else:
             local = range(first + self.dp_rank * share, first + (self.dp_rank + 1) * share)
         return [list(local[start : start + self.micro_size]) for start in range(0, share, self.micro_size)]
-
-    def _compute_first_position_and_size(self, step: int) -> tuple[int, int]:
-        """Return a step's first position and size."""
-        done = position = 0
-        for stage in self.ramp:
-            steps = self._find_last_step_of_ramp_stage(stage, done, position) - done
-            if step - 1 < done + steps:
-                return position + (step - 1 - done) * stage.size, stage.size
-            done, position = done + steps, position + steps * stage.size
-        return position + (step - 1 - done) * self.global_size, self.global_size
 
     def _find_last_step_of_ramp_stage(self, stage: RampStage, done: int, position: int) -> int:
         """Return the last step of a stage beginning after `done` steps."""

@@ -1,5 +1,5 @@
 """
-Random generator states, and torch's settings for deterministic results.
+Random generators, and torch's settings for deterministic results.
 
 cuBLAS reads CUBLAS_WORKSPACE_CONFIG at the first matmul on a device, and torch checks the variable at every
 deterministic matmul. So it is set before the run's first matmul; earlier nodes only move and fill tensors. A process
@@ -71,26 +71,8 @@ def seed_generators(seed: int, rank: int) -> None:
     np.random.seed(derive_seed(seed, "process", "numpy", rank) % 2**32)  # numpy takes 32 bits
 
 
-def read_generator_states() -> dict[str, Any]:
-    """Return the process's generator states, as tensors and plain values."""
-    version, words, gauss = random.getstate()
-    numpy: Any = np.random.get_state(legacy=False)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        "numpy": {
-            "bit_generator": numpy["bit_generator"],
-            "words": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),  # torch has few operations for uint32
-            "position": int(numpy["state"]["pos"]),
-            "has_gauss": int(numpy["has_gauss"]),
-            "gauss": float(numpy["gauss"]),
-        },
-    }
-
-
 def set_generator_states(state: NodeState) -> None:
-    """Set the process's generator states to a `read_generator_states` result."""
+    """Set the process's generators to a state from `ProcessRandomness.state_dict`."""
     python = state["python"]
     torch.set_rng_state(state["torch"])
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

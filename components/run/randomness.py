@@ -4,8 +4,10 @@ A process's global random generators: torch's, Python's and numpy's.
 With `deterministic`, torch's process-wide settings make results on a GPU bitwise reproducible.
 """
 
+import random
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from drawloom import UserError, component, internal, setting
@@ -38,20 +40,18 @@ class ProcessRandomness:
 
     def open(self) -> None:
         """Seed every generator from the run's seed, the rank and the generator's name."""
-        from drawloom.components.run.generators import Determinism, read_generator_states, seed_generators
+        from drawloom.components.run.generators import Determinism, seed_generators
 
         if self.deterministic:
             self._determinism_before = Determinism.read_current()
             Determinism.fully_deterministic().apply()
-        self._before = read_generator_states()
+        self._before = self.state_dict()
         seed_generators(self.job.seed, self.mesh.world.rank)
 
     def close(self) -> None:
         """Restore the generators and the determinism settings from before the run."""
         if self._before is not None:
-            from drawloom.components.run.generators import set_generator_states
-
-            set_generator_states(self._before)
+            self.load_state_dict(self._before)
             self._before = None
         if self._determinism_before is not None:
             self._determinism_before.apply()
@@ -76,9 +76,21 @@ class ProcessRandomness:
 
     def state_dict(self) -> NodeState:
         """Return this rank's generator states."""
-        from drawloom.components.run.generators import read_generator_states
-
-        return read_generator_states()
+        version, words, gauss = random.getstate()
+        numpy: Any = np.random.get_state(legacy=False)
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "numpy": {
+                "bit_generator": numpy["bit_generator"],
+                # torch has few operations for uint32
+                "words": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
+                "position": int(numpy["state"]["pos"]),
+                "has_gauss": int(numpy["has_gauss"]),
+                "gauss": float(numpy["gauss"]),
+            },
+        }
 
     def load_state_dict(self, state: NodeState) -> None:
         """Set this rank's generator states; skip the GPU's if the state or this process has none."""

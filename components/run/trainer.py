@@ -108,7 +108,9 @@ class Trainer:
         self._call_after_restore_hooks(done)
         if self.epochs and self.epoch_counter:  # after restoring: it may change the batch size
             self._total = count_steps_of_epochs(self.epochs, self.epoch_counter)
-        reason = self._find_stop_reason() if done else ""
+        # a restored run may have ended before its last step
+        reasons = (phase.stop_reason() for phase in self.phases if done and isinstance(phase, StoppingPhase))
+        reason = next(filter(None, reasons), "")
         self._log_start(done, reason)
         self._last_step, self._end_reason = done, reason
         while done < self._total and not reason:
@@ -135,11 +137,6 @@ class Trainer:
                 with self._emit_saving_events(step):
                     self.checkpointer.save(step)
         return reason
-
-    def _find_stop_reason(self) -> str:
-        """Return why the restored run has ended before its last step, or ""."""
-        reasons = (phase.stop_reason() for phase in self.phases if isinstance(phase, StoppingPhase))
-        return next(filter(None, reasons), "")
 
     def _log_start(self, done: int, reason: str) -> None:
         """Log the length in steps and epochs, and where the run resumes, or that it is finished."""

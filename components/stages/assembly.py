@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drawloom import UserError, internal
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
@@ -29,7 +29,6 @@ from drawloom.components.parallel.master_weights import ParameterStore, choose_l
 from drawloom.components.pipeline.program.builders import list_stages_of_rank
 from drawloom.components.stages.feature_stack import FeatureStack
 from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device
-from drawloom.kernels.recompute.policy import make_recomputable
 from drawloom.ports import (
     LOSS,
     Adapter,
@@ -50,6 +49,7 @@ from drawloom.ports import (
     StageFeature,
     TensorSlice,
     UncastParameters,
+    WeightCopies,
     embeds_on_every_rank,
     find_loss_module,
     layers_keep_shapes,
@@ -212,16 +212,16 @@ class StageParameters:
     splits: Mapping[str, RankSlice]
     experts: Set[str]
     # Trained parameters of each stage, cached because a walk through modules takes milliseconds in every phase.
-    _trained: list[dict[str, nn.Parameter]] = internal()
+    trained_by_stage: list[dict[str, nn.Parameter]] = internal()
     named: dict[str, nn.Parameter] = internal()
 
     def __attrs_post_init__(self) -> None:
         """Collect the trained parameters."""
-        self._trained = [
+        self.trained_by_stage = [
             {name: parameter for name, parameter in stage.named_masters_or_parameters() if parameter.requires_grad}
             for stage in self.stages
         ]
-        self.named = {name: parameter for trained in self._trained for name, parameter in trained.items()}
+        self.named = {name: parameter for trained in self.trained_by_stage for name, parameter in trained.items()}
 
     def find_ranks_with_parameters(self) -> None:
         """Determine which other ranks have these parameters; a collective."""
@@ -279,11 +279,6 @@ class StageParameters:
         for dimension in reversed(self.dimensions):
             dimension.sum_remaining_gradients(shared)
 
-    def state_tensors(self) -> list[dict[str, Tensor]]:
-        """Return trained parameters and persistent buffers (any shape) by stage: the state a checkpoint saves."""
-        stages = zip(self.stages, self._trained, strict=True)
-        return [{**trained, **stage.persistent_buffers()} for stage, trained in stages]
-
 
 @attrs.define(eq=False, slots=False)
 class StageAssembly:
@@ -304,14 +299,15 @@ class StageAssembly:
         modules = [*parallel.modules.values()]
         self.spans = parallel.spans
         self._set_stages(parallel, self._allocate_and_fill(parallel))
-        blocks = [[*model.blocks(module)] for module in modules]
-        self.features.finish(modules, [*chain.from_iterable(blocks)])
-        # After the features, which may have replaced a block's `forward`: a compiled one is recomputed as a whole.
-        for blocks_of_stage in blocks:
-            make_recomputable(blocks_of_stage)
+        self.features.finish(modules, [*chain.from_iterable(map(model.blocks, modules))])
         self.parameters.find_ranks_with_parameters()
         self.fingerprint = self.values.fingerprint_frozen_source(self.parameters.all_parameters().values())
         self._check_patterns_over_ranks()
+
+    def list_weight_copies(self) -> list[WeightCopies]:
+        """Return the store, if it has copies or sums gradients, and the features."""
+        has_copies = self.store.masters or self.store.parameters_summed_in_backward
+        return [*([self.store] if has_copies else []), *self.features.features]
 
     def build_on_meta(self) -> None:
         """Build and parallelize the stages without memory and values, for plans."""
@@ -407,6 +403,7 @@ class StageAssembly:
                 shards=store.get_shards(module),
                 adapters=self.settings.adapters,
                 splits=parallel.splits,
+                blocks=self.settings.model.blocks(module),
                 recompute=policies[index],
                 read_or_draw_frozen_values=None if self.values is None else self.values.read_or_draw_frozen_values,
             )

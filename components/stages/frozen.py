@@ -171,7 +171,8 @@ class FrozenStages(PassFeature):
         loss = runner.objective
         if not isinstance(loss, Referenced) or loss.reference != "model":
             return microbatches
-        self._stages.cast_weights(only_if_changed=True)
+        for copies in self._stages.weight_copies:
+            copies.before_passes(only_if_changed=True)
         return add_reference_values(
             loss, microbatches, runner.run_forward(loss.reference_values, microbatches, self._stages)
         )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,7 @@ from drawloom.ports import (
     Stage,
     StageFeature,
     TensorSlice,
+    WeightCopies,
 )
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ class MaterializedStages:
         default=None,
     )
     local: list[Stage] = internal(factory=list)  # this rank's stages, in order
+    weight_copies: list[WeightCopies] = internal(factory=list)
     store: "ParameterStore | ShardedStore" = internal(None)
 
     @classmethod
@@ -183,6 +184,7 @@ class MaterializedStages:
         """Build, parallelize and materialize this rank's stages, with initial or loaded values."""
         self._assembly.materialize()
         self.local, self.store = self._assembly.local, self._assembly.store
+        self.weight_copies = self._assembly.list_weight_copies()
 
     def build_meta_stages(self) -> None:
         """Build and parallelize this rank's stages without memory and values, for plans."""
@@ -220,16 +222,6 @@ class MaterializedStages:
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self._assembly.parameters.owned_parameters()
 
-    def cast_weights(self, only_if_changed: bool = False) -> None:
-        self.store.cast_masters_to_copies(only_if_changed)
-        for feature in self._assembly.features.features:
-            feature.before_passes(only_if_changed)
-
-    def move_gradients_to_masters(self) -> None:
-        self.store.move_gradients_to_masters()
-        for feature in self._assembly.features.features:
-            feature.after_backward()
-
     def device_bytes(self) -> dict[MemoryKind, int]:
         """
         Return the bytes in parameters, buffers, masters and compute copies, and in a step's gradients; {} before
@@ -256,8 +248,10 @@ class MaterializedStages:
 
     def state_dict(self) -> NodeState:
         """Return trained parameters and persistent buffers by name, and a fingerprint for frozen parameters."""
-        tensors = chain.from_iterable(by_name.items() for by_name in self._assembly.parameters.state_tensors())
-        state: NodeState = {name: tensor.detach() for name, tensor in tensors}
+        state: NodeState = {}
+        for stage, trained in zip(self.local, self._assembly.parameters.trained_by_stage, strict=True):
+            tensors = {**trained, **stage.persistent_buffers()}
+            state |= {name: tensor.detach() for name, tensor in tensors.items()}
         return state | ({FROZEN: self._assembly.fingerprint} if self._assembly.fingerprint else {})
 
     def load_state_dict(self, state: NodeState) -> None:
@@ -270,8 +264,8 @@ class MaterializedStages:
             raise UserError(self._assembly.values.format_changed_source_error())
         with torch.no_grad():
             # By stage, because two stages of this rank may have buffers with the same name.
-            for tensors in self._assembly.parameters.state_tensors():
-                for name, tensor in tensors.items():
+            for stage, trained in zip(self.local, self._assembly.parameters.trained_by_stage, strict=True):
+                for name, tensor in {**trained, **stage.persistent_buffers()}.items():
                     tensor.copy_(state[name])
 
     def describe_features(self, whole: nn.Module) -> Iterator[str]:

@@ -200,21 +200,16 @@ class StepState:
         )
 
     def _get_or_split_shards(self, key: str, index: int) -> dict[int, Any]:
-        """Return a value's shards, for an access by microbatch `index`; a global value is sharded first."""
+        """Return a present value's shards, for an access by microbatch `index`; a global value is sharded first."""
         if key not in self._shards:
-            split = partial(self._split_value, key)
-            is_global = key in self._written
-            self._shards[key] = _call_with_error_location(_describe_location(key, index), split) if is_global else {}
+            from drawloom.components.state import sharding
+
+            choose_spec = self._choose_spec(key, sharding.choose_spec_of_whole_leaf)
+            split = partial(sharding.shard_tree, self._written[key], choose_spec, self.microbatches)
+            shards = _call_with_error_location(_describe_location(key, index), split)
+            self._shards[key] = dict(enumerate(shards))
+            self._split.add(key)
         return self._shards[key]
-
-    def _split_value(self, key: str) -> dict[int, Any]:
-        """Shard a value written in the global view, and return the shards by microbatch."""
-        from drawloom.components.state import sharding
-
-        choose_spec = self._choose_spec(key, sharding.choose_spec_of_whole_leaf)
-        shards = sharding.shard_tree(self._written[key], choose_spec, self.microbatches)
-        self._split.add(key)
-        return dict(enumerate(shards))
 
     def _choose_spec(self, key: str, infer: ChooseSpec) -> ChooseSpec:
         """Return the function to choose the specs of a value's leaves: its given spec, or `infer`."""
@@ -247,10 +242,11 @@ class MicrobatchView:
 
     def __setitem__(self, key: str, value: Any) -> None:
         state = self._state
-        shards = state._get_or_split_shards(key, self._index)  # of the written value, before it is dropped
-        state._written.pop(key, None)
+        if key in state._written:
+            state._get_or_split_shards(key, self._index)  # before the whole value is dropped
+            del state._written[key]
         state._joined.pop(key, None)
-        shards[self._index] = _detach(value)
+        state._shards.setdefault(key, {})[self._index] = _detach(value)
 
     def __contains__(self, key: str) -> bool:
         return self._index in self._state.microbatches_present(key)

@@ -30,7 +30,8 @@ def list_children(node: Any) -> list[tuple[Any, Any]] | None:
     if type(node) in (list, tuple) or (isinstance(node, tuple) and hasattr(node, "_make")):
         return list(enumerate(node))
     if not isinstance(node, type) and (attrs.has(type(node)) or dataclasses.is_dataclass(node)):
-        return [(name, getattr(node, name)) for name in _list_fields(node)]
+        fields = attrs.fields(type(node)) if attrs.has(type(node)) else dataclasses.fields(node)
+        return [(field.name, getattr(node, field.name)) for field in fields]
     return None
 
 
@@ -53,7 +54,7 @@ def replace_children(node: Any, children: Sequence[Any]) -> Any:
     elif isinstance(node, tuple):
         return node._make(children)  # type: ignore[attr-defined]
     else:
-        for name, child in zip(_list_fields(node), children, strict=True):
+        for (name, _), child in zip(list_children(node) or (), children, strict=True):
             object.__setattr__(new, name, child)  # setattr would fail for frozen classes
     return new
 
@@ -88,8 +89,3 @@ def replace_leaves(tree: Any, values: Iterable[Any]) -> Any:
     """Return a copy of the tree whose leaves are these values, in order."""
     rest = iter(values)
     return map_leaves(lambda _: next(rest), tree)
-
-
-def _list_fields(node: Any) -> list[str]:
-    fields = attrs.fields(type(node)) if attrs.has(type(node)) else dataclasses.fields(node)
-    return [field.name for field in fields]

@@ -1,6 +1,5 @@
-"""Strict JSON: unambiguous parsing for untrusted files at a bounded cost, and a canonical form."""
+"""Strict JSON: unambiguous parsing for untrusted files at a bounded cost."""
 
-import hashlib
 import json
 from collections import Counter
 from typing import Any
@@ -23,13 +22,6 @@ def parse_strict_json(text: bytes, *, max_values: int, infinities: bool = False)
         )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
-
-
-def hash_canonical(value: Any) -> str:
-    """Return the canonical form's hexadecimal SHA-256, independent of formatting and key order."""
-    return hashlib.sha256(
-        json.dumps(value, allow_nan=False, separators=(",", ":"), sort_keys=True).encode()
-    ).hexdigest()
 
 
 def _build_dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import nn
 
 from drawloom import UserError
 from drawloom.components.storage.durable_files import read_file
-from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import SafetensorsFolder, read_safetensors_header
+from drawloom.components.storage.safetensors.writer import format_names
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.components.weights.load import fill_module, find_wrong_shapes, folder_fingerprint, persistent_tensors

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from drawloom import UserError
 from drawloom.components.storage.durable_files import open_untrusted_file
-from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.storage.safetensors.writer import format_names
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.dequantized import BITS, DequantizedSource, TextTensors
 from drawloom.components.weights.mapper import (

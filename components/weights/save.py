@@ -8,9 +8,8 @@ import attrs
 from torch import Tensor
 
 from drawloom import UserError
-from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
-from drawloom.components.storage.safetensors.writer import check_writable, create_safetensors_file
+from drawloom.components.storage.safetensors.writer import check_writable, create_safetensors_file, format_names
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.load import compute_group_output_specs
 from drawloom.ports import Mapper

@@ -13,24 +13,21 @@ from torch import Tensor
 from drawloom.kernels.operation import as_new_alias, differentiable, upcast
 
 
-def compute_swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, computed in at least float32; all tensors are (..., width)."""
+def compute_swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+    """
+    Return the gradients of gate and up (..., width), computed in at least float32, and of the scale (...,), if any.
+    """
     wide_gate, wide_grad = upcast(gate), upcast(grad)
+    grad_scale: tuple[Tensor, ...] = ()
+    if scale is not None:
+        grad_scale = (F.silu(wide_gate).mul_(up).mul_(grad).sum(-1).to(scale.dtype),)
+        wide_grad = wide_grad * scale.unsqueeze(-1)
     grad_up = F.silu(wide_gate).mul_(wide_grad)
     grad_gate = torch.ops.aten.silu_backward(wide_grad * up, wide_gate)
-    return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
+    return grad_gate.to(gate.dtype), grad_up.to(up.dtype), *grad_scale
 
 
-def _compute_swiglu_and_scale_gradients(
-    grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
-    if scale is None:
-        return compute_swiglu_gradients(grad, gate, up)
-    grad_scale = F.silu(upcast(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
-    return *compute_swiglu_gradients(upcast(grad) * scale.unsqueeze(-1), gate, up), grad_scale
-
-
-@differentiable(_compute_swiglu_and_scale_gradients)
+@differentiable(compute_swiglu_gradients)
 def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
     """
     Return silu(gate) * up for gate and up (..., width) in one dtype, computed in at least float32 and rounded once.

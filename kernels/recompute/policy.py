@@ -14,8 +14,10 @@ _every: ContextVar[int] = ContextVar("every", default=0)
 
 
 def make_recomputable(blocks: Sequence[nn.Module]) -> None:
-    """Let a stage's blocks follow `apply_recompute_policy`'s policy in their forward passes."""
+    """Let a stage's blocks follow `apply_recompute_policy`'s policy in their forward passes, if they do not yet."""
     for number, block in enumerate(blocks):
+        if isinstance(block.forward, partial) and block.forward.func is _forward_block_recomputing_every_nth:
+            continue
         # This replaces `forward`, not `__call__`, so that hooks, such as FSDP's gathering of parameters, run once.
         block.forward = partial(_forward_block_recomputing_every_nth, number, block.forward)
 
@@ -31,10 +33,10 @@ def _forward_block_recomputing_every_nth(
     return call_with_recomputation(forward, *arguments, **named)
 
 
-def apply_recompute_policy(policy: int | str) -> AbstractContextManager[Any]:
+def apply_recompute_policy(policy: int | str, blocks: Sequence[nn.Module] = ()) -> AbstractContextManager[Any]:
     """
     Return a context manager for a stage's forward pass: 'none', 'selective', 'quantized', 'blocks', or n for one of n
-    blocks.
+    `blocks`; from then on they follow policies.
     """
     if policy == "none":
         return nullcontext()
@@ -42,6 +44,7 @@ def apply_recompute_policy(policy: int | str) -> AbstractContextManager[Any]:
         from drawloom.kernels.recompute.selective import Quantized, Selective
 
         return Selective() if policy == "selective" else Quantized()
+    make_recomputable(blocks)
     return _Blocks(policy if isinstance(policy, int) else 1)
 
 

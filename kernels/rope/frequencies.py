@@ -109,7 +109,8 @@ def rope_frequencies(
     """
     if isinstance(scaling, NtkScaling):
         base = compute_ntk_base(base, rotary_dim, scaling.factor)
-    frequencies = 1.0 / base ** _frequency_exponents(rotary_dim, device)
+    pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
+    frequencies = 1.0 / base ** (pairs / rotary_dim)
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
     if isinstance(scaling, YarnScaling):
@@ -154,13 +155,10 @@ def compute_rope_cos_and_sin(
     else:
         frequencies = rope_frequencies(rotary_dim, base, scaling, positions.device)
     angles = positions.unsqueeze(-1).to(torch.float32) * frequencies
+    if scaling is None:
+        return angles.cos(), angles.sin()
     sharpening = rope_attention_factor(scaling)
     return angles.cos() * sharpening, angles.sin() * sharpening
-
-
-def _frequency_exponents(rotary_dim: int, device: torch.device | str | None) -> Tensor:
-    """Return 2 i / rotary_dim for pairs i, float32 (rotary_dim // 2,)."""
-    return torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
 
 
 def _compute_dynamic_frequencies_by_row(
@@ -172,7 +170,8 @@ def _compute_dynamic_frequencies_by_row(
     length = (positions.amax(-1, keepdim=True) + 1).clamp(min=original_length)
     factor = dynamic.factor * length / original_length - (dynamic.factor - 1)
     bases = base * factor ** (rotary_dim / (rotary_dim - 2))
-    return 1.0 / bases.unsqueeze(-1) ** _frequency_exponents(rotary_dim, positions.device)
+    pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device)
+    return 1.0 / bases.unsqueeze(-1) ** (pairs / rotary_dim)
 
 
 def _compute_longrope_frequencies_by_token(

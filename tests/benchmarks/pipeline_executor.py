@@ -115,15 +115,10 @@ class World:
     sizes = PerDimension(pipeline=RANKS)
     indices = PerDimension(pipeline=RANK)
     context_group = pipeline_group = SimpleNamespace(size=1)
+    weight_copies = ()
 
     def open_channels(self, edges: Any) -> dict[int, AtOnce]:
         return {peer: AtOnce() for peer in range(RANKS)}
-
-    def cast_weights(self, only_if_changed: bool = False) -> None:
-        pass
-
-    def move_gradients_to_masters(self) -> None:
-        pass
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Tensor:
         return self.between

@@ -612,12 +612,14 @@ def layers_use_changed_master_weights(stages: Stages) -> None:
     for only_if_changed in (False, True):
         masters = [parameter for stage in stages.local for _, parameter in stage.named_masters_or_parameters()]
         before = [parameter.detach().clone() for parameter in masters]
-        stages.cast_weights(only_if_changed)
+        for copies in stages.weight_copies:
+            copies.before_passes(only_if_changed)
         expect(all(map(torch.equal, masters, before)), "casting changes a parameter")
         with torch.no_grad():
             for parameter in {id(parameter): parameter for parameter in masters}.values():
                 parameter.add_(1)
-        stages.cast_weights(only_if_changed)
+        for copies in stages.weight_copies:
+            copies.before_passes(only_if_changed)
         for stage in stages.local:
             compute = dict(stage.module.named_parameters())
             for name, parameter in stage.named_masters_or_parameters():
@@ -630,7 +632,8 @@ def compute_gradients_become_master_gradients(stages: Stages) -> None:
     for stage in stages.local:
         for parameter in stage.module.parameters():
             get_or_create_gradient(parameter).fill_(1)
-    stages.move_gradients_to_masters()
+    for copies in stages.weight_copies:
+        copies.after_backward()
     for stage in stages.local:
         for name, parameter in stage.named_masters_or_parameters():
             expect(parameter.grad is not None, f"{name} gets no gradient")

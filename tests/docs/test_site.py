@@ -113,7 +113,7 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
 @pytest.mark.parametrize(
     ("member", "function"),
     [
-        (("Loss", "loss"), "StageRunner._run_module"),
+        (("Loss", "loss"), "StageRunner.forward"),
         (("Phase", "run_phase"), "Trainer._run_step"),
         (("Metric", "measure_on_rank"), "reduce_metrics_over_ranks"),
         (("Tracker", "track"), "send_measurements"),

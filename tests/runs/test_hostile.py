@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import drawloom
+from drawloom.components.checkpoint.commit import hash_manifest
 from drawloom.components.checkpoint.reader import load_node_state
-from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
 from support.audit import Audit, places
@@ -139,7 +139,7 @@ def _update_digests(checkpoint: Path, **changes: Any) -> None:
         content["files"][name] = {"size": len(data), "blocks": [hashlib.sha256(data).hexdigest()]}
     content |= changes
     del content["digest"]
-    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": hash_canonical(content)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": hash_manifest(content)}))
 
 
 def _write(name: str, data: bytes) -> Callable[[Path], None]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.ports.model import BatchContext, LayerRange
-from drawloom.components.ports.stages import Adapter, Stage
+from drawloom.components.ports.stages import Adapter, Stage, WeightCopies
 
 
 @attrs.frozen
@@ -35,12 +35,7 @@ class PlainStages:
 
     initial_folder: Path | None = None
     adapters: Sequence[Adapter] = ()
-
-    def cast_weights(self, only_if_changed: bool = False) -> None:
-        pass
-
-    def move_gradients_to_masters(self) -> None:
-        pass
+    weight_copies: Sequence[WeightCopies] = ()
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         raise AssertionError("nothing travels between stages")

@@ -63,7 +63,7 @@ from support.doubles import SilentRank
 from support.observers import JOB, Values, messages
 from support.plans import on_a_gpu, plan_check
 from support.qwen3 import dense, whole
-from support.steps import losses_of, train
+from support.steps import losses_of, pass_on_gradients, train
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -180,7 +180,7 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
     mesh = SingleRankMesh(replica_group=group)
     with _recipe(folder, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
         objects["stages"].local[0].shards.reduce_in_next_backward(is_last_in_step=True)
-        objects["stages"].move_gradients_to_masters()
+        pass_on_gradients(objects["stages"])
     return group.summed
 
 

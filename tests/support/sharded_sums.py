@@ -19,6 +19,7 @@ from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
 from support.joined import join_processes
 from support.qwen3 import kernels_on
+from support.steps import pass_on_gradients, prepare_weights
 
 Rows = tuple[Tensor, dict[str, Tensor]]
 """Logits, and gradients of weights by name, on the CPU."""
@@ -99,15 +100,15 @@ def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows
         results = []
         for step in range(case.steps):
             rows = case.rows(step, processes.rank)
-            stages.cast_weights()
+            prepare_weights(stages)
             with torch.no_grad():
                 unprepared = _logits(stages, rows)
-            stages.cast_weights()
+            prepare_weights(stages)
             shards.start_unshard()
             shards.reduce_in_next_backward(is_last_in_step=True)
             prepared = _logits(stages, rows)
             prepared.square().sum().backward()
-            stages.move_gradients_to_masters()
+            pass_on_gradients(stages)
             results.append((unprepared.cpu(), (prepared.detach().cpu(), _gradients(stages))))
         return results
 
@@ -120,10 +121,10 @@ def alone(case: Case, ranks: int) -> list[list[Rows]]:
         for step in range(case.steps):
             results_by_rank: list[Rows] = []
             for rank in range(ranks):
-                stages.cast_weights()
+                prepare_weights(stages)
                 logits = _logits(stages, case.rows(step, rank))
                 logits.square().sum().backward()
-                stages.move_gradients_to_masters()
+                pass_on_gradients(stages)
                 results_by_rank.append((logits.detach().cpu(), _gradients(stages)))
             results.append(results_by_rank)
         return results

@@ -9,8 +9,21 @@ from torch import Tensor
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import Executor, create_step_state
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import Stages
 from drawloom.components.state.host_copy import HostCopy
 from drawloom.components.state.step_state import StepState
+
+
+def prepare_weights(stages: Stages, only_if_changed: bool = False) -> None:
+    """Prepare the weights for passes, as the executor does."""
+    for copies in stages.weight_copies:
+        copies.before_passes(only_if_changed)
+
+
+def pass_on_gradients(stages: Stages) -> None:
+    """Pass the gradients on to the optimizer's parameters, as the executor does after its passes."""
+    for copies in stages.weight_copies:
+        copies.after_backward()
 
 
 class Arrival:

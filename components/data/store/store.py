@@ -223,17 +223,13 @@ class TokenShard:
     def check_file_contents(self) -> None:
         """Verify the shard's files. Raises UserError with the path to a file with changed content."""
         self.check_file_sizes()
-        for file in (self._map_file(kind) for kind in self.sizes if kind != "digests"):
+        for file in (self.map_file(kind) for kind in self.sizes if kind != "digests"):
             file.verify_blocks(0, len(file.verified))
 
     @property
     def summary(self) -> dict[str, Any]:
         """The JSON file's content: counts, the digest over all digests, source names."""
         return _parse_summary(self.path("json"), self._read_and_verify_file("json", self.digest))
-
-    def read_ids(self, first: int, end: int) -> np.ndarray:
-        """Return the token ids from `first` to before `end`."""
-        return self._map_file("tokens").read(self.dtype, first * self.dtype.itemsize, end - first)
 
     @cached_property
     def document_ends(self) -> np.ndarray:
@@ -245,7 +241,7 @@ class TokenShard:
         offset = 0
         for column, dtype in COLUMNS:
             if column == name:
-                return self._map_file("documents").read(dtype, offset, self.documents)
+                return self.map_file("documents").read(dtype, offset, self.documents)
             offset += dtype.itemsize * self.documents
         raise KeyError(name)
 
@@ -259,7 +255,7 @@ class TokenShard:
         """This process's mapped files, by kind."""
         return {}
 
-    def _map_file(self, kind: str) -> MappedFile:
+    def map_file(self, kind: str) -> MappedFile:
         """Return a file from the shard, mapped at the first call."""
         if kind not in self._file_cache:
             size, start = self.sizes[kind], 0
@@ -389,7 +385,8 @@ class Store:
         shard, number = self._find_shard_and_document_number(document)
         begin, document_end = int(shard.document_ends[number - 1]) if number else 0, int(shard.document_ends[number])
         start, stop = begin + first, max(begin + first, min(begin + end, document_end))
-        return DocumentPart(shard.read_ids(start, stop))
+        ids = shard.map_file("tokens").read(shard.dtype, start * shard.dtype.itemsize, stop - start)
+        return DocumentPart(ids)
 
     def describe_origin(self, document: int) -> str:
         """Return a document's file, and its offset there."""

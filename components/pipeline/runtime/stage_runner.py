@@ -62,10 +62,26 @@ class StageRunner:
         keeps = torch.is_grad_enabled()
         split = self._create_split_backward() if self.split else None
         recomputes = keeps and self.stage.recompute != "none"
-        recomputing = apply_recompute_policy(self.stage.recompute) if recomputes else nullcontext()
+        recomputing = apply_recompute_policy(self.stage.recompute, self.stage.blocks) if recomputes else nullcontext()
         accumulation = Accumulation() if self._fuses_gradient_sums else nullcontext()
         with accumulation if split is None else split.forward_context(), recomputing:
-            outputs = self._run_module(microbatch, inputs, shared, batch, finish)
+            if not self.last:
+                outputs = self.stage.module(inputs, shared)
+            elif batch is None:
+                outputs = self.stage.module(inputs, shared, finish)
+            else:
+                # within the module's forward pass, where hooks have gathered the head's weights
+                outputs = self.stage.module(
+                    inputs, shared, lambda hidden, head: self.objective.loss(hidden, head, batch)
+                )
+        if self.last and batch is not None:
+            if not isinstance(outputs, tuple) or len(outputs) != 3:
+                wanted = "the sum of the losses, the sum of their weights, and a dict of further sums"
+                text = f"{type(self.objective).__name__}.loss returns a {type(outputs).__name__}; return {wanted}"
+                raise TypeError(text)
+            outputs, weight, sums = outputs
+            losses = {"loss": outputs.detach(), "weight": weight, "sums": dict(sums)}
+            self.state.microbatch(microbatch)[LOSSES] = losses
         if keeps:
             self._in_flight[microbatch] = InFlight(list_floating_leaves(inputs), list_floating_leaves(outputs), split)
         return outputs.detach() if isinstance(outputs, Tensor) else map_leaves(detach_leaf, outputs)
@@ -76,26 +92,6 @@ class StageRunner:
 
         self._weights = self._weights or WeightGrads()
         return SplitBackward(self._weights)
-
-    def _run_module(
-        self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None
-    ) -> Any:
-        """
-        Run the module. The last stage returns the loss of `batch`, whose sums it writes to the state; without a batch,
-        it returns the result of `finish`.
-        """
-        if not self.last:
-            return self.stage.module(inputs, shared)
-        if batch is None:
-            return self.stage.module(inputs, shared, finish)
-        # The loss is computed inside of the module's forward pass, where hooks have gathered the head's weights.
-        result = self.stage.module(inputs, shared, lambda hidden, head: self.objective.loss(hidden, head, batch))
-        if not isinstance(result, tuple) or len(result) != 3:
-            wanted = "the sum of the losses, the sum of their weights, and a dict of further sums"
-            raise TypeError(f"{type(self.objective).__name__}.loss returns a {type(result).__name__}; return {wanted}")
-        loss, weight, sums = result
-        self.state.microbatch(microbatch)[LOSSES] = {"loss": loss, "weight": weight, "sums": dict(sums)}
-        return loss
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         kept = self._in_flight.pop(microbatch)

@@ -1,26 +1,28 @@
 """
 Readers for safetensors: Hugging Face folders through the safetensors library, and checkpoint files with digests.
 
-Files are untrusted: only regular files inside the folder are opened.
+The library reads and validates headers. Files are untrusted: only regular files inside the folder are opened.
 """
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
 import attrs
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drawloom import UserError, internal
 from drawloom.components.storage.durable_files import RegularFile, open_untrusted_file
-from drawloom.components.storage.safetensors.header import (
-    HeaderError,
+from drawloom.components.storage.safetensors.writer import (
+    DTYPES,
+    MAX_DIMENSIONS,
     TensorEntry,
     format_names,
-    open_mapped_safetensors_file,
-    read_entries,
+    is_valid_tensor_name,
 )
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.storage.tensor_source import TensorSpec, allocate_tensor_and_byte_view
@@ -31,6 +33,10 @@ INDEX = "model.safetensors.index.json"
 MAX_INDEX_SIZE = 32 * 2**20  # bytes
 MAX_TENSORS = 250_000  # in all files; the largest open models have 140,000
 MAX_FILES = 10_000
+
+
+class HeaderError(Exception):
+    """Invalid safetensors header; the message has the reason."""
 
 
 @attrs.frozen
@@ -68,6 +74,43 @@ class SafetensorsFolder:
                 self._mapped = file.path, open_mapped_safetensors_file(file.path)
         tensor: Tensor = self._mapped[1].get_tensor(name)
         return tensor
+
+
+def open_mapped_safetensors_file(path: Path) -> Any:
+    """
+    Map a file with the safetensors library. The caller must check for a regular file.
+
+    Raises HeaderError if the header is invalid, and FileNotFoundError if the file was removed.
+    """
+    try:
+        return safe_open(path, "pt")
+    except RuntimeError as error:  # torch's, when it maps the file
+        if not path.exists():
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path)) from error
+        raise HeaderError(str(error)) from error
+    except (SafetensorError, OSError) as error:
+        raise HeaderError(str(error).removeprefix("Error while deserializing header: ")) from error
+
+
+def read_entries(mapped: Any) -> dict[str, TensorEntry]:
+    """
+    Return a mapped file's entries by name, in file order. Raises HeaderError with an unusable tensor's
+    name.
+    """
+    entries: dict[str, TensorEntry] = {}
+    end = 0
+    for name in mapped.offset_keys():
+        part = mapped.get_slice(name)
+        if not is_valid_tensor_name(name):
+            raise HeaderError(f"{name!r:.99} is not a valid name of a tensor")
+        if part.get_dtype() not in DTYPES:
+            raise HeaderError(f"{name} has the dtype {part.get_dtype()}, which is not supported")
+        if len(part.get_shape()) > MAX_DIMENSIONS:
+            raise HeaderError(f"{name} has more than {MAX_DIMENSIONS} dimensions")
+        spec = TensorSpec(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+        start, end = end, end + spec.bytes  # the library refuses files with gaps
+        entries[name] = TensorEntry(spec, start, end)
+    return entries
 
 
 def read_header_entries(file: RegularFile) -> tuple[int, dict[str, TensorEntry]]:

@@ -1,31 +1,69 @@
 """
-Writer for safetensors files, tensor by tensor in any order.
+Safetensors format: dtypes, names and byte ranges; and a writer for files, tensor by tensor in any order.
 
-The library's `save_file` needs all tensors at once, and neither hashes nor flushes them. An export streams one tensor
-group at a time, regardless of the file size, and a checkpoint needs digests and durability. Files equal the
-library's byte for byte.
+https://github.com/huggingface/safetensors#format. The library's `save_file` needs all tensors at once, and neither
+hashes nor flushes them. An export streams one tensor group at a time, regardless of the file size, and a checkpoint
+needs digests and durability. Files equal the library's byte for byte.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.durable_files import FileDigest, FileWriter
-from drawloom.components.storage.safetensors.header import (
-    CODES,
-    MAX_DIMENSIONS,
-    METADATA,
-    TensorEntry,
-    format_names,
-    is_valid_tensor_name,
-)
 from drawloom.components.storage.tensor_source import TensorSpec, view_bytes
+
+MAX_NAMES_SHOWN = 10
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Return the first MAX_NAMES_SHOWN names, and how many others there are."""
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + more
+
+
+DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""dtypes by code, in the order of the safetensors library: wide elements first, so that every tensor is aligned."""
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+NAME = re.compile(r"[A-Za-z0-9_.\-/]{1,256}")
+METADATA = "__metadata__"
+MAX_DIMENSIONS = 8
+
+
+@attrs.frozen
+class TensorEntry:
+    """A tensor's spec and byte range in a file, counted from the header's end."""
+
+    spec: TensorSpec
+    start: int
+    end: int
 
 
 @attrs.define
@@ -96,3 +134,8 @@ def check_writable(specs: Mapping[str, TensorSpec]) -> None:
             raise ValueError(f"{name} has the dtype {spec.dtype}, which the safetensors format does not support")
         if len(spec.shape) > MAX_DIMENSIONS:
             raise ValueError(f"{name} has {len(spec.shape)} dimensions, above the limit of {MAX_DIMENSIONS}")
+
+
+def is_valid_tensor_name(name: str) -> bool:
+    """Return whether a tensor may have this name: it has no control characters, and can't lead outside a folder."""
+    return bool(NAME.fullmatch(name)) and ".." not in name and name != METADATA

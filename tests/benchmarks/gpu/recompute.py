@@ -180,18 +180,18 @@ def _make_step(
             phase.run_phase(step)
         return [step.state["loss"] * step.state["loss_weight"], step.state["grad_norm"]]
 
-    return take_step, _measure_kept_bytes(stages.local[0].module, loss, device_batch, policy)
+    return take_step, _measure_kept_bytes(stages.local[0], loss, device_batch, policy)
 
 
-def _measure_kept_bytes(module: Any, loss: NextToken, batch: TokenBatch, policy: Recompute) -> int:
+def _measure_kept_bytes(stage: Any, loss: NextToken, batch: TokenBatch, policy: Recompute) -> int:
     """Return the device bytes that a second forward pass keeps; the first pass compiles kernels."""
     if not GPU:
         return 0
     for _ in range(2):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        with apply_recompute_policy(policy):
-            output = module(*loss.inputs(batch), lambda hidden, head: loss.loss(hidden, head, batch)[0])
+        with apply_recompute_policy(policy, stage.blocks):
+            output = stage.module(*loss.inputs(batch), lambda hidden, head: loss.loss(hidden, head, batch)[0])
         left = torch.cuda.memory_allocated() - before
         del output
     return left

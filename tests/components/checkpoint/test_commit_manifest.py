@@ -10,10 +10,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from drawloom.components.checkpoint.commit import CorruptCheckpointError, Manifest
+from drawloom.components.checkpoint.commit import CorruptCheckpointError, Manifest, hash_manifest
 from drawloom.components.checkpoint.reader import read_manifest, read_manifest_if_sizes_match, verify_checkpoint
 from drawloom.components.storage.durable_files import FileDigest
-from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph import UserError
 from support.checkpoints import save_steps
 
@@ -125,7 +124,7 @@ def test_invalid_entries_are_corrupt_despite_a_valid_checksum(checkpoint: Path, 
     content = json.loads(MANIFEST.to_json_bytes())
     del content["digest"]
     content |= changes
-    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": hash_canonical(content)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": hash_manifest(content)}))
     with pytest.raises(
         CorruptCheckpointError,
         match=r"^manifest.json (has missing or unknown entries|has an invalid value of '" + min(changes) + ")",

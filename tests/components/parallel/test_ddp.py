@@ -65,7 +65,7 @@ def test_the_sum_of_equal_replicas_is_twice_the_gradient(bucket_bytes: int) -> N
             store.modules[module].reduce_in_next_backward(is_last_in_step=True)
         module(x).sum().backward()
         plain(x).sum().backward()
-    store.move_gradients_to_masters()
+    store.after_backward()
     for (name, parameter), other in zip(module.named_parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None
         expected = torch.zeros(3) if name == "unused" else 2 * other.grad  # type: ignore[operator]
@@ -85,7 +85,7 @@ def test_blocks_are_sent_while_others_are_computed() -> None:
         ["layers.1.weight", "layers.2.weight", "last.weight"],
         ["layers.0.weight", "layers.1.weight", "layers.2.weight", "last.weight"],
     ]
-    store.move_gradients_to_masters()
+    store.after_backward()
     assert [size for size, _ in group.calls[3:]] == [3, 4, 2]
 
 
@@ -118,7 +118,7 @@ def test_a_weight_shared_by_blocks_is_sent_once_it_is_whole() -> None:
     store.modules[module].reduce_in_next_backward(is_last_in_step=True)
     module(x).sum().backward()
     plain(x).sum().backward()
-    store.move_gradients_to_masters()
+    store.after_backward()
     for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
         if other.grad is not None:
             torch.testing.assert_close(mine.grad, 2 * other.grad)
@@ -130,6 +130,6 @@ def test_copies_are_summed_in_the_wider_dtype() -> None:
     store = store_of(module, group, 2**20, parameter="float32", compute="bfloat16")
     store.modules[module].reduce_in_next_backward(is_last_in_step=True)
     module(torch.randn(4, 2).bfloat16()).sum().backward()
-    store.move_gradients_to_masters()
+    store.after_backward()
     assert all(master.grad is not None and master.grad.dtype == torch.float32 for master in store.masters.values())
     assert all(parameter.grad is None for parameter in module.parameters())

@@ -27,6 +27,7 @@ from support.joined import mesh_along
 from support.mutations import put
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
+from support.steps import pass_on_gradients, prepare_weights
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -75,12 +76,12 @@ def _inspect_shards() -> list[dict[str, Any]]:
             stages = _stages(mesh, device, reshard, **precision)
             module = stages.local[0].module
             tokens = torch.arange(6).view(1, 6)
-            stages.cast_weights()
+            prepare_weights(stages)
             with torch.no_grad():
                 module(tokens, TokenContext(tokens, torch.zeros_like(tokens)))
             layer = module.get_submodule("model.layers.1")
             freed = is_dtensor(layer.get_parameter("self_attn.q_proj.weight"))
-            stages.cast_weights()
+            prepare_weights(stages)
             named = dict(stages.local[0].named_masters_or_parameters())
             records.append(
                 {
@@ -123,7 +124,7 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
             shards: Any = stage.shards
             assert shards.reduces_per_microbatch is sync
             tokens = torch.arange(6).view(1, 6)
-            stages.cast_weights()
+            prepare_weights(stages)
             sums[sync] = []
             for microbatch in range(3):
                 if sync or microbatch == 2:
@@ -167,7 +168,7 @@ def _find_gradients_sent_before_blocks() -> list[list[int]]:
         last = stage.module.get_submodule("model.layers.2")
         last.register_forward_hook(lambda _, __, hidden: hidden.register_hook(lambda _: before.extend(sent)) and None)
         tokens = torch.arange(6).view(1, 6)
-        stages.cast_weights()
+        prepare_weights(stages)
         shards.reduce_in_next_backward(is_last_in_step=True)
         context = TokenContext(tokens, torch.zeros_like(tokens))
         stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
@@ -197,7 +198,7 @@ def _check_reduction_in_weight_pass() -> list[tuple[int, bool]]:
             return start_sum(sent, *rest)
 
         put(shard_unit, "start_sum", look)
-        stages.cast_weights()
+        prepare_weights(stages)
         [batch] = pipelines.batches(1)
         tokens, context = stages.loss.inputs(batch)
         runner.forward(0, tokens, context, batch)
@@ -235,13 +236,13 @@ def _logits_after_a_change(reshard: bool, copied: bool) -> list[torch.Tensor]:
             shards: Any = stage.shards
             tokens = torch.arange(6).view(1, 6)
             context = TokenContext(tokens, torch.zeros_like(tokens))
-            stages.cast_weights()
+            prepare_weights(stages)
             with torch.no_grad():
                 if gathered:
                     shards.start_unshard()
                 for _, parameter in stages.named_parameters():
                     parameter.mul_(2)
-                stages.cast_weights()
+                prepare_weights(stages)
                 shards.start_unshard()
                 all_logits.append(stage.module(tokens, context, lambda hidden, head: head.logits(hidden)))
         return all_logits
@@ -261,7 +262,7 @@ def _logits_beside_a_change() -> torch.Tensor:
         [stage] = (stages := _stages(mesh, device, True, features=features)).local
         tokens = torch.arange(6).view(1, 6)
         context = TokenContext(tokens, torch.zeros_like(tokens))
-        stages.cast_weights(only_if_changed=True)
+        prepare_weights(stages, only_if_changed=True)
         with torch.no_grad():
             for rank in range(2):
                 if mesh.shard_group.rank == rank:
@@ -286,12 +287,12 @@ def _logits_after_an_update(copied: bool) -> list[torch.Tensor]:
         tokens = torch.arange(6).view(1, 6)
         all_logits = []
         for _ in range(2):
-            stages.cast_weights(only_if_changed=True)
+            prepare_weights(stages, only_if_changed=True)
             context = TokenContext(tokens, torch.zeros_like(tokens))
             logits = stage.module(tokens, context, lambda hidden, head: head.logits(hidden))
             all_logits.append(logits.detach())
             logits.sum().backward()
-            stages.move_gradients_to_masters()
+            pass_on_gradients(stages)
             for _, parameter in stages.named_parameters():
                 parameter.data.mul_(2)
         return all_logits

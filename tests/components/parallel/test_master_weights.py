@@ -56,7 +56,7 @@ def test_gradients_of_microbatches_are_summed_in_float32() -> None:
     parts = [torch.autograd.grad(module(x).square().sum(), [*module.parameters()]) for x in batches]
     for x in batches:
         module(x).square().sum().backward()
-    store.move_gradients_to_masters()
+    store.after_backward()
     for index, (name, master) in enumerate(store.masters.items()):
         assert master.grad is not None and master.grad.dtype == torch.float32
         exact = torch.stack([part[index] for part in parts]).double().sum(0)
@@ -74,11 +74,11 @@ def test_handed_over_gradients_add_up_and_are_not_copied() -> None:
     store = ParameterStore.from_modules([module], MIXED)
     module(inputs(1)[0]).sum().backward()
     where = {name: copy.grad.data_ptr() for name, copy in module.named_parameters() if copy.grad is not None}
-    store.move_gradients_to_masters()
+    store.after_backward()
     assert {name: get_or_create_gradient(master).data_ptr() for name, master in store.masters.items()} == where
     once = {name: get_or_create_gradient(master).clone() for name, master in store.masters.items()}
     module(inputs(1)[0]).sum().backward()
-    store.move_gradients_to_masters()
+    store.after_backward()
     for name, master in store.masters.items():
         torch.testing.assert_close(get_or_create_gradient(master), 2 * once[name], rtol=0, atol=0)
 
@@ -90,16 +90,16 @@ def test_weights_are_cast_in_place_and_follow_their_masters() -> None:
     where = [parameter.data_ptr() for parameter in module.parameters()]
     optimizer = torch.optim.AdamW([*store.masters.values()], lr=0.1, fused=True)
     for _ in range(3):
-        store.cast_masters_to_copies()
+        store.before_passes()
         for x in inputs(4):
             module(x).sum().backward()
         versions = [parameter._version for parameter in module.parameters()]
-        store.cast_masters_to_copies(only_if_changed=True)
+        store.before_passes(only_if_changed=True)
         assert [parameter._version for parameter in module.parameters()] == versions, "cast without a change"
-        store.move_gradients_to_masters()
+        store.after_backward()
         optimizer.step()
         optimizer.zero_grad()
-        store.cast_masters_to_copies(only_if_changed=True)
+        store.before_passes(only_if_changed=True)
         for name, master in store.masters.items():
             assert torch.equal(module.get_parameter(name), master.bfloat16())
     assert [parameter.data_ptr() for parameter in module.parameters()] == where
@@ -138,7 +138,7 @@ def test_tied_weights_stay_one() -> None:
     assert first.weight is second.weight and first.weight.dtype == torch.bfloat16
     x = torch.ones(1, 4, dtype=torch.bfloat16)
     (first(x) + second(x)).sum().backward()
-    store.move_gradients_to_masters()
+    store.after_backward()
     torch.testing.assert_close(get_or_create_gradient(store.masters["weight"]), torch.full((4, 4), 2.0))
 
 
@@ -154,10 +154,10 @@ def test_50_steps_stay_close_to_autocast() -> None:
     goal = data[:, :8].roll(1, 0).contiguous()
     losses: list[tuple[float, float]] = []
     for _ in range(50):
-        store.cast_masters_to_copies()
+        store.before_passes()
         loss = F.mse_loss(ours(data.bfloat16()).float(), goal)
         torch.autograd.backward(loss)
-        store.move_gradients_to_masters()
+        store.after_backward()
         with torch.autocast("cpu", torch.bfloat16):
             reference = F.mse_loss(theirs(data).float(), goal)
         torch.autograd.backward(reference)

@@ -22,6 +22,7 @@ from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.features import sum_memory_by_kind
 from drawloom.graph import UserError
 from support.processes import run_ranks
+from support.steps import prepare_weights
 from support.stores import store_of
 
 ROWS, LENGTH = 4, 64
@@ -116,7 +117,7 @@ def test_planned_memory_equals_that_of_a_run(name: str, tmp_path: Path, monkeypa
         bytes_by_kind = by_kind(stages, run["optimizer"])
         assert {**memory.persistent, "gradients": memory.gradients} == bytes_by_kind
         [stage] = stages.local
-        stages.cast_weights()
+        prepare_weights(stages)
         saved = Saved([*stage.module.parameters(), *stage.module.buffers()])
         recorder = Recorder(run_plan.device, lambda _: Link(1.0), AttentionFractions(0.5))
         runner = StageRunner(stage, run["loss"])

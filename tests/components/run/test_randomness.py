@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from drawloom.components.run.generators import read_generator_states, set_generator_states
+from drawloom.components.run.generators import set_generator_states
 from drawloom.components.run.randomness import ProcessRandomness
 
 
 @pytest.fixture(autouse=True)
-def own_generators() -> Iterator[None]:
+def own_generators(job: Any, one_rank: Any) -> Iterator[None]:
     """Restore the generators after the test."""
-    before = read_generator_states()
+    before = ProcessRandomness(job=job, mesh=one_rank).state_dict()
     yield
     set_generator_states(before)
 
@@ -77,9 +77,11 @@ def test_generators_depend_on_seed_and_rank(open_randomness: Callable[..., Proce
         assert all(mine != theirs for mine, theirs in zip(draws[1, 0], draws[other], strict=True))
 
 
-def test_close_restores_the_generators(open_randomness: Callable[..., ProcessRandomness]) -> None:
+def test_close_restores_the_generators(
+    open_randomness: Callable[..., ProcessRandomness], job: Any, one_rank: Any
+) -> None:
     """A program's own draws are the same with and without a run in between."""
-    before = read_generator_states()
+    before = ProcessRandomness(job=job, mesh=one_rank).state_dict()
     expected = _draws()
     set_generator_states(before)
     node = open_randomness()

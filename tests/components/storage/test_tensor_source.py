@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drawloom.components.storage.safetensors.header import DTYPES
+from drawloom.components.storage.safetensors.writer import DTYPES
 from drawloom.components.storage.tensor_source import (
     TensorSpec,
     allocate_tensor_and_byte_view,

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from drawloom.components.storage.safetensors.header import DTYPES
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.storage.safetensors.writer import DTYPES
 from drawloom.components.storage.tensor_source import TensorSpec
 from drawloom.graph import UserError
 

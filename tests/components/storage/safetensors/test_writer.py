@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
-from drawloom.components.storage.safetensors.header import DTYPES
-from drawloom.components.storage.safetensors.writer import create_safetensors_file
+from drawloom.components.storage.safetensors.writer import DTYPES, create_safetensors_file
 from support.tensor_sources import InMemoryTensors
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3)

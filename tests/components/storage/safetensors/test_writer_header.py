@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
 
-from drawloom.components.storage.safetensors.header import (
+from drawloom.components.storage.safetensors.reader import HeaderError, open_mapped_safetensors_file, read_entries
+from drawloom.components.storage.safetensors.writer import (
     CODES,
     DTYPES,
-    HeaderError,
     TensorEntry,
-    open_mapped_safetensors_file,
-    read_entries,
+    build_header_and_entries,
+    check_writable,
 )
-from drawloom.components.storage.safetensors.writer import build_header_and_entries, check_writable
 from drawloom.components.storage.tensor_source import TensorSpec
 
 
