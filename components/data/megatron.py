@@ -35,7 +35,7 @@ class Megatron:
 
     def check_before_open(self) -> None:
         """Open the index, and check both files' sizes. Raises UserError for other files, and for truncated ones."""
-        self._documents = MegatronDocuments.open(self.path)
+        self._documents = MegatronDocuments.open(self.path, self.vocab_size)
 
     def documents(self, split: Split) -> ChosenDocuments:
         keys = np.arange(1, len(self._documents.lengths) + 1, dtype=np.uint64)
@@ -53,9 +53,10 @@ class MegatronDocuments:
     dtype: str
     sequences: int
     bounds: int
+    vocab_size: int
 
     @classmethod
-    def open(cls, path: Path) -> "MegatronDocuments":
+    def open(cls, path: Path, vocab_size: int) -> "MegatronDocuments":
         """Read the header, and compare both files' sizes with it."""
         index, tokens = path.with_name(f"{path.name}.idx"), path.with_name(f"{path.name}.bin")
         try:
@@ -69,7 +70,7 @@ class MegatronDocuments:
         if header[:version_offset] != MAGIC or header[version_offset] != VERSION or code not in DTYPES:
             raise UserError(f"path: {index} is not an index file of Megatron-LM; write the path without `.idx`")
         sequences, bounds = np.frombuffer(header, "<u8", 2, version_offset + 9).tolist()
-        documents = cls(path, DTYPES[code], sequences, bounds)
+        documents = cls(path, DTYPES[code], sequences, bounds, vocab_size)
         if sizes[0] != (index_bytes := HEADER + 12 * sequences + 8 * bounds):
             raise UserError(f"path: {index} has {sizes[0]} bytes instead of {index_bytes}; copy the file again")
         if sizes[1] < (token_bytes := int(documents._document_token_offsets[-1]) * np.dtype(documents.dtype).itemsize):
@@ -94,10 +95,13 @@ class MegatronDocuments:
     def read(self, document: int, first: int, end: int) -> DocumentPart:
         """
         Return a view into a document's ids, without weights; it ends with the document if `end` is beyond its
-        end.
+        end. Raises ValueError for an id that is not below `vocab_size`.
         """
         begin, document_end = self._document_token_offsets[document : document + 2].tolist()
-        return DocumentPart(self._token_ids[begin + first : min(begin + end, document_end)])
+        ids = self._token_ids[begin + first : min(begin + end, document_end)]
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise ValueError(f"its ids are from {ids.min()} to {ids.max()}, and vocab_size is {self.vocab_size}")
+        return DocumentPart(ids)
 
     def describe_origin(self, document: int) -> str:
         """Return the document's file and number."""
