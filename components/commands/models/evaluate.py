@@ -225,9 +225,7 @@ def _describe_long_documents(rows: Windows, run: Container, split: Split) -> str
     )
 
 
-def _load_microbatch_lists(
-    rows: PackedDataset, split: Split, size: int, max_loaded: int
-) -> Iterator[list[TokenBatch]]:
+def _load_microbatch_lists(rows: PackedDataset, split: Split, size: int, max_loaded: int) -> Iterator[list[TokenBatch]]:
     """Yield a split's rows as lists of microbatches with `size` rows, with at most `max_loaded` rows in a list."""
     for loaded in _split_into_ranges(rows.count_rows(split), max_loaded):
         ranges = (loaded[batch.start : batch.stop] for batch in _split_into_ranges(len(loaded), size))

@@ -103,7 +103,7 @@ def _read_document_range(documents: TokenDocuments, document: int, first: int, e
         return part
     except Exception as error:
         where = f"{documents.describe_origin(document)}: tokens {first} to {end - 2}"
-        raise UserError(f"{where} can't be read ({type(error).__name__}: {error}); restore the file or correct the settings") from error
+        raise UserError(f"{where} can't be read ({type(error).__name__}: {error}); restore the file") from error
 
 
 @attrs.frozen
