@@ -108,11 +108,10 @@ class EvaluateCommand(CheckpointCommand):
         change = partial(_replace_data_by_corpus, corpus=corpus, stride=self.stride) if corpus else None
         ports = (Executor, PackedDataset, Batching, *([TokenCorpus] if corpus else []))
         with self.open_run(project, *ports, every=(Tokenizer,), change=change) as run:
-            rows = run.nodes.get(PackedDataset)
-            if not rows.count_rows(split) and self.corpus:
-                raise UserError(f"--corpus: there is nothing to predict in {' '.join(self.corpus)}", 2)
-            if not rows.count_rows(split):
-                raise UserError(f"{self.run_folder}: the validation split is empty; name text files with --corpus", 2)
+            if not run.nodes.get(PackedDataset).count_rows(split):
+                missing = f"--corpus: there is nothing to predict in {' '.join(self.corpus)}"
+                empty = f"{self.run_folder}: the validation split is empty; name text files with --corpus"
+                raise UserError(missing if self.corpus else empty, 2)
             return _measure_loss(run.nodes, split, self.run_folder, run.step)
 
     def _measure_rewards(self, project: Project) -> EvaluateRewardsResult:

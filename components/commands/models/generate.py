@@ -84,8 +84,7 @@ class GenerateCommand(CheckpointCommand):
             raise UserError(
                 "--prompt: there is no text to continue; add --prompt TEXT, or --chat to answer messages", 2
             )
-        ports = (Executor, Tokenizer, Mesh, LanguageModel)
-        with self.open_run_or_model_folder(project, *ports) as (nodes, step):
+        with self.open_run_or_model_folder(project, Executor, Tokenizer, Mesh, LanguageModel) as (nodes, step):
             if self.chat:
                 return ChatResult(step, self._run_chat(nodes))
             prompt = self.prompt or ""
