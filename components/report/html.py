@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 REPORT = "report.html"
 HEADING = "after step %d"
-"""Comment in the first line of the file."""
+"""Comment in the file's first line."""
 
 
 @component(impact="safe")

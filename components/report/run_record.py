@@ -209,6 +209,11 @@ def determine_run_state(folder: Path, log: RunLog) -> State:
     return END_STATES[kinds[-1]] if kinds else "unknown"
 
 
+def is_run_in_use(folder: Path) -> bool:
+    """Return whether the process that last locked a run folder still exists."""
+    return is_lock_holder_alive(folder)
+
+
 def sort_run_rows(rows: Sequence[RunRow], key: str, *, reverse: bool = False) -> list[RunRow]:
     """
     Return the rows in the order of a column, or of a setting such as `optimizer.lr`; rows without a value come last.

@@ -26,7 +26,7 @@ MAX_LOGGED = 300
 """Characters of a text that are logged; the rest is in the file."""
 
 HEADING = "# after step %d\n"
-"""First line of the file."""
+"""The file's first line."""
 
 
 @component(impact="safe")

@@ -109,9 +109,12 @@ class EvaluateCommand(CheckpointCommand):
         ports = (Executor, PackedDataset, Batching, *([TokenCorpus] if corpus else []))
         with self.open_run(project, *ports, every=(Tokenizer,), change=change) as run:
             if not run.nodes.get(PackedDataset).count_rows(split):
-                missing = f"--corpus: there is nothing to predict in {' '.join(self.corpus)}"
-                empty = f"{self.run_folder}: the validation split is empty; name text files with --corpus"
-                raise UserError(missing if self.corpus else empty, 2)
+                raise UserError(
+                    f"--corpus: there is nothing to predict in {' '.join(self.corpus)}"
+                    if self.corpus
+                    else f"{self.run_folder}: the validation split is empty; name text files with --corpus",
+                    2,
+                )
             return _measure_loss(run.nodes, split, self.run_folder, run.step)
 
     def _measure_rewards(self, project: Project) -> EvaluateRewardsResult:

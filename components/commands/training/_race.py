@@ -27,7 +27,7 @@ from drawloom import UserError
 from drawloom.components.commands.training._sweep_points import Point, make_point
 from drawloom.components.commands.training.sweep import ProcessPool, SweepCommand
 from drawloom.components.report.metrics import METRICS, read_lines
-from drawloom.components.run.locks import is_lock_holder_alive
+from drawloom.components.report.run_record import is_run_in_use
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.step_log import parse_step_lines
 from drawloom.graph.cli.command import OK, STOPPED, Project, output, output_class, print_escaped_text
@@ -290,7 +290,7 @@ class Rounds:
                     self.ledger.record(self.read_result(name, seed, seconds))
                 elif self.pool.received or code > STOPPED:
                     self.pool.received = self.pool.received or code - STOPPED
-                elif is_lock_holder_alive(folder):  # it had just been started by a command that was killed
+                elif is_run_in_use(folder):  # it had just been started by a command that was killed
                     waiting.append(name)
                 else:
                     failed.append(self.read_result(name, seed, seconds, f"its process ended with exit code {code}"))
@@ -314,9 +314,9 @@ class Rounds:
         for name in names:
             # Wait for a run that a killed command has left, or until a signal
             folder = self.arms[name].make_run_folder(seed)
-            if is_lock_holder_alive(folder):
+            if is_run_in_use(folder):
                 print_escaped_text(f"waiting for the process that runs {folder}")
-            while is_lock_holder_alive(folder) and not self.pool.received:
+            while is_run_in_use(folder) and not self.pool.received:
                 time.sleep(WAIT_SECONDS)
         commands = [self.arms[name].make_command(self.project, seed) for name in names]
         last = time.monotonic()

@@ -147,7 +147,7 @@ class RowStream:
         return rows
 
     def count_rows_before(self, position: int) -> dict[str, int]:
-        """Count the rows per source before a position, also of sources that later segments lack; without zeros."""
+        """Count the rows per source before a position, including sources that later segments lack; no zeros."""
         number = self._find_segment_index(position)
         segment = self.segments[number]
         return Counter(self._before[number]) + Counter(segment.count_segment_rows_before(position - segment.start))

@@ -274,7 +274,7 @@ class TransformersLM(nn.Module):
     """Span of a transformers model: its base model, and its head if the span has an untied one."""
 
     position_count: int | None = None
-    """Number of learned positions, as in `LimitedPositions`."""
+    """Learned positions, as in `LimitedPositions`."""
 
     def __init__(self, whole: Any, parts: Parts, span: LayerRange, kernels: Kernels) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ class TransformersLM(nn.Module):
         Return hidden states (rows, length, hidden_size), of the parameters' dtype, or `finish(hidden, head)`.
 
         Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states. Raises
-        UserError for hidden states of inner layers, and for rows longer than the table of positions.
+        UserError for inner layers' hidden states, and for rows longer than the position table.
         """
         length = inputs.shape[1] + (shared.cache.length if shared.cache else 0)
         if self.position_count and length > self.position_count:
