@@ -57,7 +57,8 @@ def test_evaluate_measures_the_divergence_over_all_answers(tmp_path: Path) -> No
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers), "utf-8")
     base = (f"vars.base={tokenizer_folder(tmp_path / 'base')}", "tokens.paths=['answers.jsonl']", "vars.length=48")
     rows = ("tokens.validation_fraction=0.5", "validation.rows_used=1000", "batch.micro_size=1")
-    (trained,) = drawloom(tmp_path, "run", "tiny.toml", "run.name=kto", *base, *rows, "trainer.steps=6", "batch.global_size=8", "optimizer.lr=3e-3")
+    steps = ("trainer.steps=6", "batch.global_size=8", "optimizer.lr=3e-3")
+    (trained,) = drawloom(tmp_path, "run", "tiny.toml", "run.name=kto", *base, *rows, *steps)
     assert trained.code == 0, trained.text
     (evaluated,) = drawloom(tmp_path, "evaluate", "runs/kto", "--format", "json")
     [*_, (expected, divergence)] = series(tmp_path / "runs/kto", "validation_loss", "kl")
