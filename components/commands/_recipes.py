@@ -1,5 +1,7 @@
 """Look-ups in recipes shared by commands: a port's only node, and the pipeline."""
 
+from inspect import getdoc
+
 import attrs
 
 from drawloom import Recipe, UserError
@@ -40,9 +42,8 @@ def find_only_node(graph: Graph, port: type, holder: str = "the recipe") -> str:
         graph.require_valid()
     if len(names) != 1:
         which = f" ({', '.join(f'[{name}]' for name in names)})" if names else ""
-        raise UserError(
-            f"{holder} has {len(names)} nodes that implement {port.__name__}{which}; exactly one is required", 2
-        )
+        required = f"exactly one is required: {str(getdoc(port)).splitlines()[0]}"
+        raise UserError(f"{holder} has {len(names)} nodes that implement {port.__name__}{which}; {required}", 2)
     return names[0]
 
 

@@ -186,13 +186,13 @@ def _choose_checkpoint_if_any(choice: CheckpointCommand, folder: Path) -> Path |
             raise UserError(f"--step {choice.step}: {folder} has checkpoints of {steps}; write one of these", 2)
         return matching[0]
     if choice.best and checkpoints:
-        manifests = {path: manifest for path in checkpoints if (manifest := read_manifest_if_sizes_match(path))}
-        losses = {path: manifest.values.get("validation_loss") for path, manifest in manifests.items()}
-        known = {path: loss for path, loss in losses.items() if loss is not None}
+        manifests = ((path, read_manifest_if_sizes_match(path)) for path in checkpoints)
+        values = [(manifest.values.get("validation_loss"), path) for path, manifest in manifests if manifest]
+        known = [(loss, path) for loss, path in values if loss is not None]
         if not known:
             hint = "let checkpoint.every be a multiple of evaluate.every"
             raise UserError(f"--best: no checkpoint in {folder} has a validation loss; {hint}", 2)
-        return min(known, key=lambda path: known[path])
+        return min(known)[1]
     return find_newest_valid_checkpoint(folder)
 
 

@@ -35,7 +35,7 @@ class LabelledTexts(ChatCorpus):
         """Return a line's document, weighted at its last token, with its label's number. Raises ValueError."""
         label = row.get("label")
         if label not in self.labels:
-            raise ValueError(f"its label is {label!r}; write one of {', '.join(self.labels)}, as in {FORMS}")
+            raise ValueError(f"its label is {label!r}; write one of {', '.join(map(repr, self.labels))}, as in {FORMS}")
         ids = encode_text_or_messages(self.tokenizer, row, template)
         weights = np.zeros(len(ids), np.float32)
         weights[-1:] = 1.0

@@ -3,6 +3,7 @@
 import hashlib
 from functools import cached_property
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import attrs
@@ -14,7 +15,7 @@ from drawloom.ports import DocumentPart, Split
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-HEADER = len(MAGIC) + 8 + 1 + 8 + 8  # magic, version, type, sequences, document bounds
+HEADER = Struct("<9sQBQQ")  # magic, version, type, sequences, document bounds
 
 
 @component
@@ -35,7 +36,7 @@ class Megatron:
 
     def check_before_open(self) -> None:
         """Open the index, and check both files' sizes. Raises UserError for other files, and for truncated ones."""
-        self._documents = MegatronDocuments.open(self.path)
+        self._documents = MegatronDocuments.open(self.path, self.vocab_size)
 
     def documents(self, split: Split) -> ChosenDocuments:
         keys = np.arange(1, len(self._documents.lengths) + 1, dtype=np.uint64)
@@ -53,24 +54,23 @@ class MegatronDocuments:
     dtype: str
     sequences: int
     bounds: int
+    vocab_size: int
 
     @classmethod
-    def open(cls, path: Path) -> "MegatronDocuments":
+    def open(cls, path: Path, vocab_size: int) -> "MegatronDocuments":
         """Read the header, and compare both files' sizes with it."""
         index, tokens = path.with_name(f"{path.name}.idx"), path.with_name(f"{path.name}.bin")
         try:
             with index.open("rb") as file:
-                header = file.read(HEADER)
+                header = file.read(HEADER.size)
             sizes = index.stat().st_size, tokens.stat().st_size
         except OSError as error:
             raise UserError(f"path: {error.filename} can't be read ({error.strerror})") from error
-        version_offset = len(MAGIC)
-        code = header[version_offset + 8] if len(header) == HEADER else 0
-        if header[:version_offset] != MAGIC or header[version_offset] != VERSION or code not in DTYPES:
+        magic, version, code, sequences, bounds = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
+        if (magic, version) != (MAGIC, VERSION) or code not in DTYPES:
             raise UserError(f"path: {index} is not an index file of Megatron-LM; write the path without `.idx`")
-        sequences, bounds = np.frombuffer(header, "<u8", 2, version_offset + 9).tolist()
-        documents = cls(path, DTYPES[code], sequences, bounds)
-        if sizes[0] != (index_bytes := HEADER + 12 * sequences + 8 * bounds):
+        documents = cls(path, DTYPES[code], sequences, bounds, vocab_size)
+        if sizes[0] != (index_bytes := HEADER.size + 12 * sequences + 8 * bounds):
             raise UserError(f"path: {index} has {sizes[0]} bytes instead of {index_bytes}; copy the file again")
         if sizes[1] < (token_bytes := int(documents._document_token_offsets[-1]) * np.dtype(documents.dtype).itemsize):
             raise UserError(
@@ -94,10 +94,13 @@ class MegatronDocuments:
     def read(self, document: int, first: int, end: int) -> DocumentPart:
         """
         Return a view into a document's ids, without weights; it ends with the document if `end` is beyond its
-        end.
+        end. Raises ValueError for an id that is not below `vocab_size`.
         """
         begin, document_end = self._document_token_offsets[document : document + 2].tolist()
-        return DocumentPart(self._token_ids[begin + first : min(begin + end, document_end)])
+        ids = self._token_ids[begin + first : min(begin + end, document_end)]
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise ValueError(f"its ids are from {ids.min()} to {ids.max()}, and vocab_size is {self.vocab_size}")
+        return DocumentPart(ids)
 
     def describe_origin(self, document: int) -> str:
         """Return the document's file and number."""
@@ -112,7 +115,7 @@ class MegatronDocuments:
     @cached_property
     def _document_token_offsets(self) -> np.ndarray:
         """Offsets of documents in the `.bin` file, and the last one's end, in tokens, int64 (documents + 1,)."""
-        content = np.fromfile(self.path.with_name(f"{self.path.name}.idx"), np.uint8, offset=HEADER)
+        content = np.fromfile(self.path.with_name(f"{self.path.name}.idx"), np.uint8, offset=HEADER.size)
         sizes = content[: 4 * self.sequences].view("<i4")
         bounds = content[12 * self.sequences :].view("<i8")
         # the file stores sequences one after another

@@ -52,12 +52,13 @@ class Spread:
         if (losses := read_losses_on_last_stage(step)) is None:
             return {}
         means = compute_microbatch_means_over_context(losses, self.of, self.mesh)
-        minimum, maximum = means.nan_to_num(nan=float("inf")).min(), means.nan_to_num(nan=float("-inf")).max()
+        is_nan = means.isnan()  # a microbatch without weight
+        minimum, maximum = means.masked_fill(is_nan, torch.inf).min(), means.masked_fill(is_nan, -torch.inf).max()
         if not self.quantiles:
             return {"min": minimum, "max": maximum}
         index = ((means - self.low) * (self.bins / (self.high - self.low))).clamp(0, self.bins - 1)
         counts = torch.zeros(self.bins, dtype=torch.float64, device=means.device)
-        counts.index_add_(0, index.nan_to_num().long(), (~means.isnan()).double())
+        counts.index_add_(0, index.nan_to_num().long(), (~is_nan).double())
         return {"min": minimum, "max": maximum, "histogram": counts}
 
     def compute(self, totals: MetricTotals, step: Step) -> MetricValues:

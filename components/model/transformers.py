@@ -144,6 +144,7 @@ class Transformers(FolderModel):
         if reason and not (span.embedding and span.head):
             raise self._create_check_error("stages", f"{reason}, so that it has only one pipeline stage")
         module = TransformersLM(build_meta_model(self._config), self._parts, span, self.kernels)
+        module.position_count = self.position_count
         if (device := torch.get_default_device()).type != "meta":
             allocate_parameters(module, device)
         return module

@@ -28,7 +28,7 @@ class Advantages:
     Advantage of every completion over its group's baseline, and the batches for the policy's loss.
 
     A completion without a score has weight 0, and does not count in its group's mean. A group of equal rewards has
-    advantages of exactly 0.
+    advantages of exactly 0, or without a baseline its rewards.
     """
 
     batch_type: ClassVar[type[Batch]] = PolicyBatch
@@ -103,5 +103,5 @@ def compute_group_advantages(total_rewards: Tensor, group_size: int, baseline: s
         advantages = centred * counts / (counts - 1).clamp_min(1) if baseline == "others" else centred
     if scale == "std":
         std = (centred.square().sum(1, keepdim=True) / (counts - 1).clamp_min(1)).sqrt()
-        advantages = advantages / (std + STD_FLOOR)
+        advantages = advantages / (std + STD_FLOOR).masked_fill(is_equal, 1.0)
     return GroupAdvantages(advantages.flatten(), is_equal.expand_as(groups).flatten())

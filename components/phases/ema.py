@@ -93,7 +93,9 @@ class WeightAverage:
     def forecast_state_after_first_step(self) -> NodeState:
         """Return the averages' shapes and dtypes, on the meta device."""
         return {
-            name: {"average": torch.empty_like(part, dtype=_float32_or_wider(part.dtype), device="meta")}
+            name: {
+                "average": torch.empty_like(part, dtype=torch.promote_types(part.dtype, torch.float32), device="meta")
+            }
             for name, part in self.parameters.named_parameters()
         }
 
@@ -109,12 +111,8 @@ class WeightAverage:
         }
 
 
-def _float32_or_wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _cast_to_float32_or_wider(tensor: Tensor) -> Tensor:
-    return tensor.to(_float32_or_wider(tensor.dtype))
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _may_have_average(kind: type) -> bool:

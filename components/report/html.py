@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from drawloom.components.report.run_record import Drawings
 
 REPORT = "report.html"
+HEADING = "after step %d"
+"""Comment in the file's first line."""
 
 
 @component(impact="safe")
@@ -33,7 +35,7 @@ class HtmlReport:
         from drawloom.components.distributed.rank_errors import run_on_rank0
         from drawloom.components.storage.durable_files import does_file_begin_with
 
-        beginning = f"<!doctype html><!-- {_format_step_comment(step)} -->".encode()
+        beginning = f"<!doctype html><!-- {HEADING % step} -->".encode()
         return bool(run_on_rank0(self.mesh.world, lambda: does_file_begin_with(self._report_path, beginning)))
 
     def run_after_training(self, step: int) -> None:
@@ -55,7 +57,7 @@ class HtmlReport:
         folder = self.folder.folder
         run = read_run_record(folder, folder.resolve().name, self._draw_run_or_explain(step))
         run.log.add_training_end(time.strftime(TIME_FORMAT), step)
-        replace_file(self._report_path, render_page([run], _format_step_comment(step)).encode())
+        replace_file(self._report_path, render_page([run], HEADING % step).encode())
         run_log.info("report in %s", self._report_path)
         if (ratio := compute_ettr(run.log, run.metrics)) is not None:
             run_log.info("time    %s", ratio)
@@ -80,8 +82,3 @@ class HtmlReport:
     def _report_path(self) -> Path:
         """The report's path in the run folder."""
         return self.folder.folder / REPORT
-
-
-def _format_step_comment(step: int) -> str:
-    """Return the comment for a report's step."""
-    return f"after step {step}"

@@ -96,9 +96,9 @@ class Metrics:
         return np.cumsum(np.minimum(seconds, MAX_STEP_SECONDS))
 
     def last_value(self, name: str) -> float | None:
-        """Return a metric's last value."""
+        """Return a metric's value at the last step; None if it is missing there, or not finite."""
         column = self.columns.get(name)
-        return column.values[-1] if column else None
+        return column.values[-1] if column and column.steps[-1] == self._step else None
 
     def largest_value(self, name: str) -> float | None:
         """Return a metric's largest value."""

@@ -244,7 +244,7 @@ def _make_run_row(name: str, record: RunRecord, state: State, differs: dict[str,
     return RunRow(
         run=name,
         state=state,
-        step=metrics.steps[-1] if metrics.steps else 0,
+        step=max(metrics.steps, default=0),
         steps=record.log.total or None,
         loss=metrics.last_value("loss"),
         best=best[0] if best else None,

@@ -104,9 +104,9 @@ def group_runs_by_settings(runs: Sequence[RunRecord]) -> list[SeedGroup]:
 
 
 def find_last_common_step(groups: Sequence[SeedGroup], metric: str) -> int | None:
-    """Return the last step at which all runs with a metric have it, or None."""
-    columns = [run.metrics.columns.get(metric) for group in groups for run in group.runs]
-    known = [column for column in columns if column is not None]
+    """Return the last step that all runs have in the groups in which every run has the metric, or None."""
+    by_group = [[run.metrics.columns.get(metric) for run in group.runs] for group in groups]
+    known = [column for columns in by_group for column in columns if column is not None and None not in columns]
     return int(steps[-1]) if known and len(steps := find_common_steps(known)) else None
 
 

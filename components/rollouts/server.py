@@ -328,11 +328,6 @@ def _find_path_fault(path: str) -> str | None:
     return None if path.startswith("/") else "does not begin with /"
 
 
-def _find_version_path_fault(path: str) -> str | None:
-    """Return why a path is neither empty nor a route."""
-    return _find_path_fault(path) if path else None
-
-
 @attrs.frozen(kw_only=True)
 class ServerCall:
     """A POST request that is part of a weight update."""
@@ -405,7 +400,7 @@ class ServerRollouts:
         "route that returns the `weight_version`; empty: a restart between two requests is not noticed, and every "
         "rollout sends the weights again",
         default="/weight_info",
-        check=_find_version_path_fault,
+        check=lambda path: _find_path_fault(path) if path else None,
     )
     in_flight: bool = setting(
         "whether weights are updated while requests are under way, which then go on with the new ones", default=False

@@ -8,9 +8,10 @@ from drawloom.graph.problems import did_you_mean
 from drawloom.ports import (
     IN_PARAMETERS,
     STEP_SPECS,
-    Batch,
     Epochs,
+    Metric,
     NamesNumbers,
+    Phase,
     PlannedPhase,
     ReadsLeaves,
     find_batch_types,
@@ -19,14 +20,14 @@ from drawloom.ports import (
 
 def check_training_recipe(trainer: NodeView) -> Iterator[Problem]:
     """Yield all problems."""
-    yield from find_missing_batch_leaves(trainer)
+    yield from check_leaves_and_metrics(trainer)
     yield from check_lengths(trainer)
     yield from find_missing_numbers(trainer)
 
 
-def find_missing_batch_leaves(trainer: NodeView) -> Iterator[Problem]:
+def check_leaves_and_metrics(trainer: NodeView) -> Iterator[Problem]:
     """
-    Yield a problem for every component with a leaf missing from the run's batches.
+    Yield a problem for every component with a leaf missing from the run's batches, and for a metric without its phase.
 
     A phase that makes batches, such as rollouts, replaces the data set's batches.
     """
@@ -34,22 +35,19 @@ def find_missing_batch_leaves(trainer: NodeView) -> Iterator[Problem]:
     writers = [*find_batch_types(trainer)]
     writers = [writer for writer in writers if writer[0].name in phases] or writers
     for reader in trainer.reachable():
-        if isinstance(reader.component, ReadsLeaves):
-            for writer, batch_type in writers:
-                yield from _check_leaves(reader, reader.component.batch_leaves, writer, batch_type)
-
-
-def _check_leaves(
-    reader: NodeView, leaves: tuple[str, ...], writer: NodeView, batch_type: type[Batch]
-) -> Iterator[Problem]:
-    """Yield a problem if the batches from `writer` lack leaves that `reader` needs."""
-    if missing := [name for name in leaves if name not in batch_type.specs]:
-        plural = "leaves" if len(missing) > 1 else "leaf"
-        text = (
-            f"[{reader.name}] reads the {plural} {', '.join(missing)} of batches, and [{writer.name}] makes "
-            f"{batch_type.__name__}, which has {', '.join(batch_type.specs)}"
-        )
-        yield reader.problem("use", text, f"use another component in [{reader.name}] or in [{writer.name}]")
+        leaves = reader.component.batch_leaves if isinstance(reader.component, ReadsLeaves) else ()
+        for writer, batch_type in writers:
+            if missing := [name for name in leaves if name not in batch_type.specs]:
+                plural = "leaves" if len(missing) > 1 else "leaf"
+                text = (
+                    f"[{reader.name}] reads the {plural} {', '.join(missing)} of batches, and [{writer.name}] makes "
+                    f"{batch_type.__name__}, which has {', '.join(batch_type.specs)}"
+                )
+                yield reader.problem("use", text, f"use another component in [{reader.name}] or in [{writer.name}]")
+        if reader.name not in phases and reader.implements(Metric) and reader.implements(Phase):
+            text = f"the metric measures in a phase, and is not among the phases of [{trainer.name}]"
+            hint = f'write before."@optimizer" = "@{reader.name}" in [edit.{trainer.name}.phases]'
+            yield reader.problem("use", text, hint)
 
 
 def check_lengths(node: NodeView) -> Iterator[Problem]:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MAX_LOGGED = 300
 """Characters of a text that are logged; the rest is in the file."""
 
+HEADING = "# after step %d\n"
+"""The file's first line."""
+
 
 @component(impact="safe")
 class Sample:
@@ -57,7 +60,7 @@ class Sample:
         from drawloom.components.distributed.rank_errors import run_on_rank0
         from drawloom.components.storage.durable_files import does_file_begin_with
 
-        heading = _format_step_heading(step).encode()
+        heading = (HEADING % step).encode()
         return bool(run_on_rank0(self.mesh.world, lambda: does_file_begin_with(self._sample_path, heading)))
 
     def run_after_training(self, step: int) -> None:
@@ -93,7 +96,7 @@ class Sample:
 
         more = f"\n... ({len(text):,} characters in {self._sample_path})" if len(text) > MAX_LOGGED else ""
         run_log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
-        replace_file(self._sample_path, f"{_format_step_heading(step)}{text}\n".encode())
+        replace_file(self._sample_path, f"{HEADING % step}{text}\n".encode())
 
     def _make_sampler(self, ends: frozenset[int]) -> "Sampler":
         """Return a sampler with this task's settings, which stops at the ids `ends`."""
@@ -113,8 +116,3 @@ class Sample:
     def _sample_path(self) -> Path:
         """Path to the text file."""
         return self.folder.folder / "sample.txt"
-
-
-def _format_step_heading(step: int) -> str:
-    """Return the file's first line."""
-    return f"# after step {step}\n"

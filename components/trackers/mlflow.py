@@ -54,7 +54,7 @@ class MlflowTracker(ServiceTracker):
         self._mlflow = import_tracker_package("mlflow", "mlflow", "mlflow.entities", "mlflow.utils.time")
         if self.uri is None:
             os.close(open_to_append(self._database_path))
-            create_folder_unless_link(self._artifacts_folder)
+            create_folder_unless_link(self.folder.folder / "mlflow")
 
     def _open_writer_after(self, step: int) -> None:
         """Create an MLflow run, or continue the run named in the run folder; do nothing if one has begun."""
@@ -94,15 +94,10 @@ class MlflowTracker(ServiceTracker):
         """The path of the run folder's database."""
         return self.folder.folder / "mlflow.db"
 
-    @property
-    def _artifacts_folder(self) -> Any:
-        """The run folder's folder for histograms."""
-        return self.folder.folder / "mlflow"
-
     def _create_run(self) -> str:
         """Create a run, and store its identifier in the run folder before writing to the run."""
         known = self._client.get_experiment_by_name(self.experiment)
-        location = self._artifacts_folder.resolve().as_uri() if self.uri is None else None
+        location = (self.folder.folder / "mlflow").resolve().as_uri() if self.uri is None else None
         experiment = known.experiment_id if known else self._client.create_experiment(self.experiment, location)
         run: str = self._client.create_run(experiment, run_name=self.job.name).info.run_id
         store_run_id(self.folder.folder, "mlflow", run)

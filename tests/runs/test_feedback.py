@@ -1,5 +1,6 @@
 """Preference losses beside a frozen copy of the model."""
 
+import json
 import math
 from pathlib import Path
 
@@ -47,3 +48,18 @@ def test_a_frozen_copy_is_the_reference_of_all_weights(tmp_path: Path) -> None:
         assert outcome.code == 0, outcome.text
         losses = [value for (value,) in series(tmp_path / "runs" / name, "loss")]
         assert losses[0] == pytest.approx(expected, rel=1e-5) and losses[1] != pytest.approx(expected, rel=1e-4), name
+
+
+def test_evaluate_measures_the_divergence_over_all_answers(tmp_path: Path) -> None:
+    """`drawloom evaluate` gives the run's validation loss, although KTO's depends on all answers at once."""
+    (tmp_path / "tiny.toml").write_text(RECIPE + QWEN3, "utf-8")
+    answers = [{"prompt": f"hello {n}", "completion": "good day" * (1 + n % 4), "label": n % 3 > 0} for n in range(120)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers), "utf-8")
+    base = (f"vars.base={tokenizer_folder(tmp_path / 'base')}", "tokens.paths=['answers.jsonl']", "vars.length=48")
+    rows = ("tokens.validation_fraction=0.5", "validation.rows_used=1000", "batch.micro_size=1")
+    steps = ("trainer.steps=6", "batch.global_size=8", "optimizer.lr=3e-3")
+    (trained,) = drawloom(tmp_path, "run", "tiny.toml", "run.name=kto", *base, *rows, *steps)
+    assert trained.code == 0, trained.text
+    (evaluated,) = drawloom(tmp_path, "evaluate", "runs/kto", "--format", "json")
+    [*_, (expected, divergence)] = series(tmp_path / "runs/kto", "validation_loss", "kl")
+    assert divergence > 0 and json.loads(evaluated.text)["loss"] == pytest.approx(expected, rel=1e-6)

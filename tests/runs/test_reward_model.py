@@ -92,6 +92,8 @@ def test_a_classifier_learns_its_labels_and_is_read_by_transformers(tmp_path: Pa
     (outcome,) = drawloom(tmp_path, "score", "runs/stages", "texts.jsonl", "--to", "labels.jsonl", "--rows", "4")
     assert outcome.code == 0, outcome.text
     scored = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text("utf-8").splitlines()]
+    (outcome,) = drawloom(tmp_path, "evaluate", "runs/stages")
+    assert " texts" in outcome.text, outcome.text
     export = tmp_path / "runs/stages/export"
     model, tokenizer = transformers.AutoModelForSequenceClassification.from_pretrained(export), open_tokenizer(export)
     assert model.config.label2id == {"negative": 0, "positive": 1}

@@ -127,13 +127,13 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             temperature=generation_options.get("temperature", 1.0) if generation_options.get("do_sample") else 0.0,
             top_k=generation_options.get("top_k"),
         )
-        ids: list[int] = []
+        ids, continuation = list[int](), ""
         for token in sampler.sample_continuation(prompt, max_tokens):
             ids.append(token)
-            added = self.tokens.decode(ids)
-            if any(end in added for end in ends if end):
-                break
-        return _cut_at_stop_string(self.tokens.decode(ids), ends)
+            continuation = self.tokens.decode(ids)
+            if continuation != (cut := _cut_at_stop_string(continuation, ends)):
+                return cut
+        return continuation
 
 
 def _score_targets(logits: Tensor, targets: Sequence[int]) -> _TargetScore:

@@ -22,10 +22,12 @@ from drawloom.ports import (
     Corpus,
     Executor,
     Loss,
+    MeasuresStep,
     PackedDataset,
     Reward,
     RewardEvaluation,
     Rollouts,
+    Scorer,
     Split,
     TokenBatch,
     TokenCorpus,
@@ -45,9 +47,9 @@ MAX_LOADED = 16  # microbatches that are in memory together
 class EvaluateResult(CheckpointResult):
     """Mean loss of a run's weights."""
 
-    loss: float = output("mean loss per token or pair")
-    weight: float = output("number of tokens or pairs")
-    unit: str = output("tokens or pairs")
+    loss: float = output("mean loss per token, pair or text")
+    weight: float = output("number of tokens, pairs or texts")
+    unit: str = output("tokens, pairs or texts")
     perplexity: float | None = output("exponential of the cross entropy, if the loss has one")
     bits_per_byte: float | None = output("cross entropy in bits per byte of text, if the loss has one")
     documents: str = output("number of documents longer than a row, with --corpus only")
@@ -106,11 +108,13 @@ class EvaluateCommand(CheckpointCommand):
         change = partial(_replace_data_by_corpus, corpus=corpus, stride=self.stride) if corpus else None
         ports = (Executor, PackedDataset, Batching, *([TokenCorpus] if corpus else []))
         with self.open_run(project, *ports, every=(Tokenizer,), change=change) as run:
-            rows = run.nodes.get(PackedDataset)
-            if not rows.count_rows(split) and self.corpus:
-                raise UserError(f"--corpus: there is nothing to predict in {' '.join(self.corpus)}", 2)
-            if not rows.count_rows(split):
-                raise UserError(f"{self.run_folder}: the validation split is empty; name text files with --corpus", 2)
+            if not run.nodes.get(PackedDataset).count_rows(split):
+                raise UserError(
+                    f"--corpus: there is nothing to predict in {' '.join(self.corpus)}"
+                    if self.corpus
+                    else f"{self.run_folder}: the validation split is empty; name text files with --corpus",
+                    2,
+                )
             return _measure_loss(run.nodes, split, self.run_folder, run.step)
 
     def _measure_rewards(self, project: Project) -> EvaluateRewardsResult:
@@ -150,7 +154,10 @@ def _measure_loss(run: Container, split: Split, folder: Path | str, step: int) -
     rows, tokenizer = run.get(PackedDataset), get_if_any(run, Tokenizer)
     sizes = None if tokenizer is None else torch.as_tensor(tokenizer.token_byte_counts()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
-    for batches in _load_microbatch_lists(rows, split, run.get(Batching).micro_size):
+    loss, size = run.get(Loss), run.get(Batching).micro_size
+    # A loss that measures the step measures all rows together, as in the run's evaluations.
+    loaded = rows.count_rows(split) if isinstance(loss, MeasuresStep) else size * MAX_LOADED
+    for batches in _load_microbatch_lists(rows, split, size, loaded):
         state = create_step_state(batches)
         run.get(Executor).evaluate(state)
         sums = [float(number) for number in sum_losses_and_weights(state)]
@@ -159,7 +166,7 @@ def _measure_loss(run: Container, split: Split, folder: Path | str, step: int) -
         nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
         if sizes is not None:
             text_bytes += sum(float(count_target_bytes(batch.targets, batch.weights, sizes)) for batch in batches)
-    unit = "pairs" if uses_preference_pairs(type(rows)) else "tokens"
+    unit = "pairs" if uses_preference_pairs(type(rows)) else "texts" if isinstance(loss, Scorer) else "tokens"
     has_nats = not math.isnan(nats)  # other losses have no cross entropy
     # Tokens at the end of a document stand for no byte, and are part of the loss.
     return EvaluateResult(
@@ -220,9 +227,9 @@ def _describe_long_documents(rows: Windows, run: Container, split: Split) -> str
     )
 
 
-def _load_microbatch_lists(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
-    """Yield a split's rows as lists of at most MAX_LOADED microbatches with `size` rows."""
-    for loaded in _split_into_ranges(rows.count_rows(split), size * MAX_LOADED):
+def _load_microbatch_lists(rows: PackedDataset, split: Split, size: int, max_loaded: int) -> Iterator[list[TokenBatch]]:
+    """Yield a split's rows as lists of microbatches with `size` rows, with at most `max_loaded` rows in a list."""
+    for loaded in _split_into_ranges(rows.count_rows(split), max_loaded):
         ranges = (loaded[batch.start : batch.stop] for batch in _split_into_ranges(len(loaded), size))
         yield [require_token_batch(rows.batch(split, indices), "evaluate") for indices in ranges]
 

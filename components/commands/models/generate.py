@@ -84,8 +84,7 @@ class GenerateCommand(CheckpointCommand):
             raise UserError(
                 "--prompt: there is no text to continue; add --prompt TEXT, or --chat to answer messages", 2
             )
-        ports = (Executor, Tokenizer, Mesh, LanguageModel)
-        with self.open_run_or_model_folder(project, *ports) as (nodes, step):
+        with self.open_run_or_model_folder(project, Executor, Tokenizer, Mesh, LanguageModel) as (nodes, step):
             if self.chat:
                 return ChatResult(step, self._run_chat(nodes))
             prompt = self.prompt or ""
@@ -93,8 +92,8 @@ class GenerateCommand(CheckpointCommand):
 
     def _sample_and_print_continuation(self, nodes: Container, text: str) -> str:
         """Print the prompt and its continuation as it comes; return the continuation."""
-        tokenizer, context = nodes.get(Tokenizer), self.context or TEXT_CONTEXT
-        sampler = self._make_sampler(nodes, context=context, ends=find_end_ids(tokenizer))
+        tokenizer = nodes.get(Tokenizer)
+        sampler = self._make_sampler(nodes, context=self.context or TEXT_CONTEXT, ends=find_end_ids(tokenizer))
         prompt = complete_prompt(tokenizer, tokenizer.encode(text)).tolist()
         pieces = stream_decoded_text(tokenizer, sampler.sample_continuation(prompt, self.tokens or TEXT_TOKENS))
         first = next(pieces, "")  # an error is raised before anything is printed

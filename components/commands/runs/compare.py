@@ -118,8 +118,7 @@ class CompareCommand(Command):
         ends = {name: step for name in asked if (step := find_last_common_step(groups, name)) is not None}
         if unknown := [name for name in self.metric if name not in ends]:
             known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
-            has_metric = unknown[0] in known
-            why = "the runs with this metric have no step in common" if has_metric else "no run has this metric"
+            why = "it is not in the same step of all runs" if unknown[0] in known else "no run has this metric"
             raise UserError(f"--metric {unknown[0]}: {why}; they have {', '.join(known)}", 2)
         return CompareResult([_compare_at_last_steps(group, ends) for group in groups], ends)
 

@@ -12,6 +12,7 @@ When a run resumes with other shares, a new segment of the stream begins, and ea
 
 import logging
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -128,7 +129,7 @@ class RowStream:
         self._before = [{}]
         for segment, following in pairwise(self.segments):
             counts = segment.count_segment_rows_before(following.start - segment.start)
-            self._before.append(_add_row_counts(self._before[-1], counts))
+            self._before.append(Counter(self._before[-1]) + Counter(counts))
 
     def rows_at(self, positions: Sequence[int]) -> list[int]:
         """Return the rows at these positions. Raises UserError for a source that is no longer in the mixture."""
@@ -146,10 +147,10 @@ class RowStream:
         return rows
 
     def count_rows_before(self, position: int) -> dict[str, int]:
-        """Count the rows per source before a position, including sources that later segments lack."""
+        """Count the rows per source before a position, including sources that later segments lack; no zeros."""
         number = self._find_segment_index(position)
         segment = self.segments[number]
-        return _add_row_counts(self._before[number], segment.count_segment_rows_before(position - segment.start))
+        return Counter(self._before[number]) + Counter(segment.count_segment_rows_before(position - segment.start))
 
     def _compute_rows(self, first_position: int, end_position: int) -> np.ndarray:
         """
@@ -197,8 +198,3 @@ def build_row_stream(
         log.warning("from step %d on, the shares of the mixture's sources differ from the earlier steps'", next_step)
         segments = [*(segment for segment in segments if segment.start < position), Segment(position, shares)]
     return RowStream(sources, order, segments or [Segment(0, shares)])
-
-
-def _add_row_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
-    """Add row counts by source."""
-    return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drawloom import UserError
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.parallel.tensor_ranks import ALONE
 from drawloom.components.weights.adapted import EMBEDDING
@@ -242,6 +243,9 @@ class WideLayerNorm(nn.LayerNorm):
 class TransformersLM(nn.Module):
     """Span of a transformers model: its base model, and its head if the span has an untied one."""
 
+    position_count: int | None = None
+    """Learned positions, as in `LimitedPositions`."""
+
     def __init__(self, whole: Any, parts: Parts, span: LayerRange, kernels: Kernels) -> None:
         super().__init__()
         self.span = span
@@ -281,10 +285,17 @@ class TransformersLM(nn.Module):
         """
         Return hidden states (rows, length, hidden_size), of the parameters' dtype, or `finish(hidden, head)`.
 
-        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
+        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states. Raises
+        UserError for inner layers' hidden states, and for rows longer than the position table.
         """
+        length = inputs.shape[1] + (shared.cache.length if shared.cache else 0)
+        if self.position_count and length > self.position_count:
+            raise UserError(
+                f"the model has a table of {self.position_count} learned positions, and a text has {length} tokens; "
+                "write a smaller context"
+            )
         if shared.hidden_states is not None:
-            raise ValueError("model.transformers does not return hidden states of inner layers; use a native family")
+            raise UserError("model.transformers does not return hidden states of inner layers; use a native family")
         hidden = self.run_base_model(inputs, shared, RowAttention(self.kernels, shared))
         if not self.span.head or finish is None:
             return hidden

@@ -25,7 +25,9 @@ def test_a_missing_node_is_reported() -> None:
     graph = Recipe.load("first_run").graph
     assert count_microbatches_per_replica(graph) is not None
     assert find_only_node(graph, Schedule) == "schedule"
-    with pytest.raises(UserError, match=r"nodes that implement Phase \(\[.*\]\); exactly one is required"):
+    with pytest.raises(
+        UserError, match=r"nodes that implement Phase \(\[.*\]\); exactly one is required: Part of every step\."
+    ):
         find_only_node(graph, Phase)
     with pytest.raises(UserError, match="number of microbatches is unknown"):
         require_microbatches(None)

@@ -54,3 +54,14 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     index.write_bytes(b"something else, and long enough to be read")
     with pytest.raises(UserError, match="is not an index file of Megatron-LM"):
         corpus(tmp_path)
+
+
+def test_an_id_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    """A wrong `vocab_size` is an error with the ids, and no index error of the embedding, or of a GPU."""
+    write_megatron(tmp_path / "data_text_document", [[1, 2, 7]])
+    made = Megatron(path=tmp_path / "data_text_document", vocab_size=7, eos_id=0, validation_fraction=0.0)
+    made.check_before_open()
+    documents = made.documents("train")
+    assert documents.read(0, 0, 2).ids.tolist() == [1, 2]
+    with pytest.raises(ValueError, match="its ids are from 1 to 7, and vocab_size is 7"):
+        documents.read(0, 0, 3)

@@ -33,3 +33,9 @@ def test_microbatches_without_weight_do_not_count() -> None:
         "loss_p50": pytest.approx(3.0, abs=0.01),
     }
     assert measure(metric, step_of([0.0], [0.0])) == {"loss_min": None, "loss_max": None, "loss_p50": None}
+
+
+def test_an_infinite_loss_has_no_number() -> None:
+    """The largest value of a microbatch whose loss overflowed is None, not the largest number of float64."""
+    values = measure(Spread(mesh=MESH), step_of([math.inf, 6.0], [2.0, 2.0]))
+    assert values == {"loss_min": 3.0, "loss_max": None}

@@ -20,7 +20,7 @@ from drawloom.components.model.fallback.module import SelfCheckError
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.transformers import Transformers
 from drawloom.components.parallel.master_weights import choose_layer_dtype
-from drawloom.components.ports.model import LanguageModel, LayerRange, find_length_fault
+from drawloom.components.ports.model import KeyValueCache, LanguageModel, LayerRange, TokenContext, find_length_fault
 from drawloom.components.stages.assembly import add_model_uncast_patterns
 from drawloom.components.weights.adapted import freeze_adapt_and_list_targets, materialize_and_initialize_adapters
 from drawloom.components.weights.load import convert_tensors, persistent_tensors
@@ -212,6 +212,21 @@ def test_rows_longer_than_learned_positions_are_refused(tmp_path: Path) -> None:
         rows = Concatenated(tokens=tokens, job=tokens, length=longest + 1, models=Every({"model": model}))
         with pytest.raises(UserError, match="learned positions") if limit else nullcontext():
             rows.check_before_open()
+
+
+def test_texts_longer_than_learned_positions_are_refused(tmp_path: Path) -> None:
+    """A text is as long as the table at most, whole or continued with cached keys: no index error ends a command."""
+    saved(tmp_path, "gpt2")
+    model = Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False)
+    module, limit = loaded(model), model.position_count
+    assert limit is not None and logits_of(module, torch.zeros(1, limit).long(), one_document(1, limit)) is not None
+    with pytest.raises(UserError, match=f"table of {limit} learned positions, and a text has {limit + 1} tokens"):
+        module(torch.zeros(1, limit + 1).long(), one_document(1, limit + 1))
+    cache = KeyValueCache(limit + 1)
+    cache.end_pass(limit)
+    last = TokenContext(torch.full((1, 1), limit), torch.zeros(1, 1).long(), cache=cache)
+    with pytest.raises(UserError, match=f"a text has {limit + 1} tokens"):
+        module(torch.zeros(1, 1).long(), last)
 
 
 def test_a_tied_table_that_exports_of_adapters_do_not_know_is_not_adapted(tmp_path: Path) -> None:

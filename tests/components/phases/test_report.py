@@ -276,7 +276,8 @@ def test_a_tracker_gets_the_values_it_declares(one_rank: Any) -> None:
 
 def test_check_warns_of_distributions_that_no_tracker_takes() -> None:
     """With the tracker of JSON lines alone, whether the metric is in a group or not; TensorBoard takes them."""
-    words = ("metrics.shapes.use=metrics.histograms", "metrics.shapes.targets=['*']")
+    phases = """edit.trainer.phases.before={'@optimizer'="@metrics.shapes"}"""
+    words = ("metrics.shapes.use=metrics.histograms", "metrics.shapes.targets=['*']", phases)
     [warning] = [
         problem.text for problem in Recipe.load("first_run", *words).check() if "distributions" in problem.text
     ]

@@ -270,6 +270,13 @@ def test_scaled_advantages_are_those_of_grpo() -> None:
     torch.testing.assert_close(compute_group_advantages(rewards.flatten(), 5, "mean", "std")[0], expected.flatten())
 
 
+def test_equal_rewards_without_a_baseline_are_not_scaled() -> None:
+    """A deviation of 0 would multiply the rewards by 10,000: of a group of one reward, and of one completion."""
+    rewards = torch.tensor([1.0, 1.0, 0.5, torch.nan], dtype=torch.float64)
+    assert compute_group_advantages(rewards, 2, "none", "std")[0].tolist() == [1.0, 1.0, 0.5, 0.0]
+    assert compute_group_advantages(rewards[:3], 1, "none", "std")[0].tolist() == [1.0, 1.0, 0.5]
+
+
 def test_completions_of_a_prompt_have_its_end_ids() -> None:
     """Every completion in a group ends where its prompt's answers end."""
     ends = (frozenset({1, END}), frozenset({END}))

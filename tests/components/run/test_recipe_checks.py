@@ -51,3 +51,12 @@ def test_leaves_of_tokens_are_divided_along_context(word: str, node: str, text: 
     others = [problem for problem in problems(word) if not problem.startswith("loss: ")]
     assert [problem.partition(": ")[0] for problem in others] == [node] * bool(node)
     assert all(text in problem for problem in others)
+
+
+def test_a_metric_needs_its_phase() -> None:
+    """A metric that measures in a phase reports zeros or nothing without it, so `check` refuses the recipe."""
+    words = ["metrics.norms.use=metrics.layer_norms"]
+    [problem] = Recipe.load("first_run", *words).graph.errors
+    assert problem.node == "metrics.norms" and 'before."@optimizer" = "@metrics.norms"' in problem.hint
+    phase = """edit.trainer.phases.before={'@optimizer'="@metrics.norms"}"""
+    assert not Recipe.load("first_run", *words, phase).graph.errors

@@ -55,3 +55,14 @@ def test_mistakes_are_named(
     """One run, an unknown metric and a missing folder are refused."""
     monkeypatch.chdir(sweep)
     assert main(["compare", *words]) == 2 and reason in capsys.readouterr().err
+
+
+def test_a_metric_that_a_seed_lacks_is_left_out(sweep: Path, capsys: Capture) -> None:
+    """A run that was not evaluated yet has no mean with the other seed, whether the metric is asked for or not."""
+    folders = [str(folder) for folder in sorted(sweep.glob("lr=0.001,*"))]
+    path = Path(folders[0]) / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 5.0}\n', "utf-8")
+    assert main(["compare", *folders]) == 0
+    assert "loss after step 1" in (printed := capsys.readouterr().out) and "validation_loss" not in printed
+    assert main(["compare", *folders, "--metric", "validation_loss"]) == 2
+    assert "it is not in the same step of all runs" in capsys.readouterr().err

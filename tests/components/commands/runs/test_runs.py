@@ -51,3 +51,12 @@ def test_a_missing_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     """The error suggests another argument."""
     assert main(["runs", str(tmp_path / "none")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_last_step_without_a_finite_loss_has_none(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A diverged run does not show the loss of an earlier step beside its last one."""
+    with (runs / "a/metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 3, "loss": null, "tokens": 300}\n')
+    assert main(["runs", str(runs), "--format", "json"]) == 0
+    diverged, other = json.loads(capsys.readouterr().out)["runs"]
+    assert (diverged["step"], diverged["loss"], diverged["best"]) == (3, None, 2.0) and other["loss"] == 2.5
