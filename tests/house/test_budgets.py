@@ -3,10 +3,10 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 695_981,
+    "tokens of the source": 694_100,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 11_927,
-    "code lines imported by run": 18_937,
+    "code lines imported by check": 11_926,
+    "code lines imported by run": 18_932,
     "functions on the journey rate": 28,
     "files on the journey rate": 16,
     "functions on the journey batch": 110,
