@@ -207,7 +207,7 @@ IN_CHECKPOINTS = {
 
 def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> Recipe:
     """Return a run's recipe for a single process, with paths to the file copies in the run folder."""
-    data: dict[str, Any] = tomli.loads(_read_text(lock))
+    data = read_recipe_tables(lock)
     nodes = [*_iterate_node_tables(data)]
     has_adapters = any(node.get("adapters") for node in nodes)  # their checkpoints lack frozen parts
     _remove_initial_weight_settings(data, nodes)
@@ -229,10 +229,14 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
     return Recipe.of(data, str(lock), project=project)
 
 
-def _read_text(path: Path) -> str:
-    """Return a regular file's text."""
-    with open_untrusted_file(path) as file:
-        return file.read(0, file.size).decode("utf-8")
+def read_recipe_tables(lock: Path) -> dict[str, Any]:
+    """Return the tables in a run's recipe. Raises UserError if it is not TOML."""
+    with open_untrusted_file(lock) as file:
+        text = file.read(0, file.size)
+    try:
+        return tomli.loads(text.decode("utf-8"))
+    except ValueError as error:
+        raise UserError(f"{lock} can't be read: {error}; give another run folder", 2) from error
 
 
 FOLDER_MODELS = ("model.auto", "model.transformers")
@@ -277,7 +281,7 @@ def _remove_initial_weight_settings(data: dict[str, Any], nodes: Sequence[dict[s
 def find_base_folder_of_run(run_folder: Path) -> Path | None:
     """Return the initial weights' folder in a run's recipe; None if they were random."""
     lock = run_folder / LOCK
-    data: dict[str, Any] = tomli.loads(_read_text(lock))
+    data = read_recipe_tables(lock)
     for node in _iterate_node_tables(data):
         if node["use"] == "stages.materialized":
             folder = _find_initial_folder(data, node)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import tomli
 
 from drawloom import Recipe, UserError
 from drawloom.components.checkpoint.commit import FOLDER as CHECKPOINTS
@@ -26,6 +25,7 @@ from drawloom.components.checkpoint.commit import list_checkpoints, step_of_chec
 from drawloom.components.checkpoint.phase_hashes import get_hashes_file_name
 from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
 from drawloom.components.commands._recipes import read_mesh_sizes
+from drawloom.components.commands._trained import read_recipe_tables
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.components.report.metrics import METRICS, read_lines
 from drawloom.components.storage.step_log import CHECKSUM
@@ -152,11 +152,7 @@ class RecordedRun:
         path = folder / LOCK
         if not path.exists():
             raise UserError(f"{folder} is not a run folder with a recipe; give one, such as runs/first_run", 2)
-        try:
-            nodes = tomli.loads(b"".join(read_lines(path)).decode("utf-8"))
-        except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} can't be read: {error}; give another run folder", 2) from error
-        return cls(folder, nodes, RecordedSteps.read(folder))
+        return cls(folder, read_recipe_tables(path), RecordedSteps.read(folder))
 
     def find_checkpoints_before(self, step: int) -> dict[int, Path]:
         """Return the checkpoints before a step, by step."""

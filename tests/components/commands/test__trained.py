@@ -63,6 +63,14 @@ def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> Non
         _trained._choose_checkpoint_if_any(export(tmp_path, "--step", "7"), tmp_path)
 
 
+@pytest.mark.parametrize("damaged", [b"[model\n", b"\xff"], ids=["no TOML", "no text"])
+def test_a_damaged_recipe_is_named(tmp_path: Path, damaged: bytes) -> None:
+    """Its file, the reason and the remedy are in one sentence."""
+    (tmp_path / LOCK).write_bytes(damaged)
+    with pytest.raises(UserError, match=rf"{LOCK} can't be read: .*; give another run folder"):
+        _trained.find_base_folder_of_run(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("folder", "said"),
     [
