@@ -75,8 +75,8 @@ class StageRunner:
                     inputs, shared, lambda hidden, head: self.objective.loss(hidden, head, batch)
                 )
         if self.last and batch is not None:
-            if not isinstance(outputs, tuple) or len(outputs) != 3:
-                wanted = "the sum of the losses, the sum of their weights, and a dict of further sums"
+            if not (isinstance(outputs, tuple) and len(outputs) == 3 and isinstance(outputs[0], Tensor)):
+                wanted = "a tensor with the sum of the losses, the sum of their weights, and a dict of further sums"
                 text = f"{type(self.objective).__name__}.loss returns a {type(outputs).__name__}; return {wanted}"
                 raise TypeError(text)
             outputs, weight, sums = outputs

@@ -40,7 +40,7 @@ def test_a_loss_of_another_form_is_named() -> None:
     stage: Any = SimpleNamespace(index=0, count=1, recompute="none", module=EndOnly())
     objective: Any = Mean()
     batch: Any = object()
-    with pytest.raises(TypeError, match=r"Mean\.loss returns a Tensor; return the sum of the losses"):
+    with pytest.raises(TypeError, match=r"Mean\.loss returns a Tensor; return a tensor with the sum"):
         StageRunner(stage, objective).forward(0, None, NO_HEAD, batch)
 
 
