@@ -44,7 +44,7 @@ for operation in OPERATIONS:
 for name in ("_strptime", "rich.console", "torch.profiler._cupti_monitor"):  # which most runs import later
     import_module(name)
 for module in pkgutil.walk_packages(drawloom.__path__, "drawloom."):
-    if ".triton" not in module.name:  # a GPU may not be used before a fork
+    if not {"__main__", "triton"} & {*module.name.split(".")}:  # to be run, and not to be imported before a fork
         with suppress(Exception):  # tests of a module that cannot be imported say why, or skip without its package
             import_module(module.name)
 gc.freeze()  # no collection of a forked process walks through, and copies, what all of them share
