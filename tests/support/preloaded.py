@@ -43,8 +43,9 @@ for operation in OPERATIONS:
     load_implementation(operation, "eager")  # as every run does on a CPU
 for name in ("_strptime", "rich.console", "torch.profiler._cupti_monitor"):  # which most runs import later
     import_module(name)
+LATER = {"__main__", "pytest_plugin", "triton"}  # runpy and pytest warn of modules that are imported already
 for module in pkgutil.walk_packages(drawloom.__path__, "drawloom."):
-    if not {"__main__", "triton"} & {*module.name.split(".")}:  # to be run, and not to be imported before a fork
+    if not LATER & {*module.name.split(".")}:
         with suppress(Exception):  # tests of a module that cannot be imported say why, or skip without its package
             import_module(module.name)
 gc.freeze()  # no collection of a forked process walks through, and copies, what all of them share
