@@ -8,6 +8,7 @@ import atexit
 import gc
 import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,16 @@ FIRST = (
     "graph/test_schema.py",
 )
 """Slowest folders and files. xdist's workers run files in order, so that short files fill the gaps at the end."""
+
+
+def _start_fork_server() -> None:
+    """Start the fork server of `run_ranks`, also if a component's processes are the first to need one."""
+    from support.processes import start_fork_server  # a global import would import Triton too early
+
+    start_fork_server()
+
+
+forkserver._forkserver.ensure_running = _start_fork_server  # type: ignore[method-assign]
 
 
 @pytest.fixture

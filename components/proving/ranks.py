@@ -45,7 +45,7 @@ class RankPool:
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> list[Any]:
         """
-        Call a module's plain function in all processes, and return the results by rank.
+        Call a module's plain function in all processes, in this one's folder, and return the results by rank.
 
         Raises RanksFailedError if a rank raises, dies, or is not done after `timeout` seconds; the next call starts
         new processes.
@@ -58,7 +58,7 @@ class RankPool:
         try:
             for rank, pipe in enumerate(self._pipes):
                 variables = make_torchrun_variables(rank, self.size, store.port) if self.size > 1 else {}
-                pipe.send_bytes(pickle.dumps((function, arguments, variables)))
+                pipe.send_bytes(pickle.dumps((os.getcwd(), variables, function, arguments)))
             return self._collect(timeout)
         except BaseException:
             self.close()
@@ -136,7 +136,8 @@ def _serve(pipe: Connection) -> None:
             except EOFError:
                 return
             try:
-                function, arguments, variables = pickle.loads(message)
+                folder, variables, function, arguments = pickle.loads(message)
+                os.chdir(folder)
                 os.environ |= variables
                 answer = pickle.dumps((True, function(*arguments)))
             except BaseException as error:

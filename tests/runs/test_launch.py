@@ -128,15 +128,20 @@ def _kill_all_and_wait_for_others(folder: Path) -> None:
     fork_children()
     launch = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", "2", "--max-restarts", "1"]
     with _start([*launch, "run", "recipe.toml"], folder) as process:
-        _wait_for_step(folder, 1, process)
+        _wait_for_first_steps(folder, 1, process)
         for pid in _list_descendants(process.pid)[1:]:
             os.kill(pid, signal.SIGKILL)
-        printed, end = folder / "printed", time.monotonic() + 100
-        while (text := printed.read_text("utf-8")).count("\nstep 1/") < 2:
-            assert time.monotonic() < end and process.poll() is None, text
-            time.sleep(0.02)
+        _wait_for_first_steps(folder, 2, process)
         process.terminate()
-        assert process.wait(timeout=100) == 143, printed.read_text("utf-8")
+        assert process.wait(timeout=100) == 143, (folder / "printed").read_text("utf-8")
+
+
+def _wait_for_first_steps(folder: Path, times: int, process: "subprocess.Popen[bytes]") -> None:
+    """Wait until step 1 has been printed this many times; a kill between its row and its line would lose the line."""
+    end = time.monotonic() + 100
+    while (text := (folder / "printed").read_text("utf-8")).count("\nstep 1/") < times:
+        assert time.monotonic() < end and process.poll() is None, text
+        time.sleep(0.02)
 
 
 @pytest.mark.soak

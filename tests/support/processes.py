@@ -70,7 +70,7 @@ def run_ranks(
     seconds; ranks in `lost` are not waited for, and count as failed. After a failure the others have `grace` seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    _start_fork_server()
+    start_fork_server()
     call = Call(
         function.__module__,
         str(sys.modules[function.__module__].__file__),
@@ -116,7 +116,7 @@ class Crew:
         self._pipes: dict[int, Connection] = {}
 
     def __enter__(self) -> "Crew":
-        _start_fork_server()
+        start_fork_server()
         for rank in range(self.world_size):
             self.start(rank)
         return self
@@ -161,7 +161,7 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def _start_fork_server() -> None:
+def start_fork_server() -> None:
     """Start the fork server, unless it runs already."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import attrs
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from support.processes import RanksFailedError, is_alive, run_ranks
+from support.runs import Outcome, command
 
 
 @attrs.frozen
@@ -36,6 +39,11 @@ def _fail_on_rank_1() -> str:
 def _die_on_rank_1() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run_and_list_imports(folder: Path) -> tuple[Outcome, list[str]]:
+    before = {*sys.modules}
+    return command(folder, ["run", "tiny.toml"], None), [name for name in sys.modules if name not in before]
 
 
 def _sleep(file: str) -> None:
@@ -79,3 +87,9 @@ def test_no_process_survives_timeout(tmp_path: object) -> None:
     while any(is_alive(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_run_imports_no_module_of_drawloom(folder: Path) -> None:
+    """The fork server has imported all of them: each import in a rank is repeated in thousands of processes."""
+    [(outcome, imported)] = run_ranks(_run_and_list_imports, 1, folder, variables=False)
+    assert outcome.code == 0 and not [name for name in imported if name.startswith("drawloom")]

@@ -1,5 +1,8 @@
 """Processes that stay alive between calls."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from drawloom.components.proving.ranks import RankPool, RanksFailedError
@@ -19,5 +22,16 @@ def test_processes_are_kept_until_one_fails() -> None:
         assert not {pid for _, pid in third} & {pid for _, pid in first}
         with pytest.raises(RanksFailedError, match="the process died"):
             pool.call(describe_rank, "die", timeout=60)
+    finally:
+        pool.close()
+
+
+def test_calls_run_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths of a later call's recipe do not mean the folder in which the processes began."""
+    pool = RankPool(1)
+    try:
+        pool.call(os.getcwd, timeout=60)
+        monkeypatch.chdir(tmp_path)
+        assert pool.call(os.getcwd, timeout=60) == [str(tmp_path)]
     finally:
         pool.close()

@@ -2,6 +2,8 @@
 
 from typing import Any, Self
 
+import numpy  # noqa: F401 - imported by the package, too, or every conversation's process would import it
+
 
 class Dataset(list[dict[str, Any]]):
     """Rows with a number and a prompt."""

@@ -43,7 +43,7 @@ def test_a_failed_store_is_completed(tmp_path: Path, workers: int) -> None:
 
 def test_a_killed_store_is_completed_byte_for_byte(tmp_path: Path) -> None:
     """Killed while its processes write, it is completed by the same call; its processes end with it."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     process = context.Process(target=make_slowly, args=(tmp_path / "store",))
     process.start()
     while process.is_alive() and not (tmp_path / "store" / "00001.json").exists():
