@@ -70,7 +70,7 @@ class RemoteCopy:
 
     def fetch_checkpoint(self, run: Path, step: int | None = None) -> int:
         """
-        Copy the newest whole checkpoint, or that of a step, into a run folder, and return its step; 0 without one.
+        Copy the newest whole checkpoint, or a step's, into a run folder, and return its step; 0 without one.
 
         The copy is verified by the digests of its manifest; a damaged one is skipped. Raises StoreError if the store
         fails, and UserError if all checkpoints are damaged.

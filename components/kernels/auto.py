@@ -223,6 +223,7 @@ class AutoKernels(_OperationSettings):
     geglu = _make_method(Kernels.geglu, _record, rounded=2)
     moe_permute = _make_method(Kernels.moe_permute, _record)
     _convolve = _make_method(Kernels.causal_conv, _record)
+    _norm_and_rotate = _make_method(Kernels.qk_norm_rope, _record)
     # Not recomputable: its backward pass does not need x, so that recomputation would save no memory.
     rope = _make_method(Kernels.rope)
     embedding = _make_method(Kernels.embedding)
@@ -248,10 +249,8 @@ class AutoKernels(_OperationSettings):
         if zero_centered or interleaved or 2 * cos.shape[-1] != q.shape[-1]:  # the fused kernel has none of these
             q, k = (self.rms_norm(x, w, eps, zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
             return self.rope(q, cos, sin, interleaved), self.rope(k, cos, sin, interleaved)
-        fused = self._functions["qk_norm_rope"]
-        if torch.compiler.is_compiling() or recorder.get() is None:
-            return fused(q, k, q_weight, k_weight, eps, cos=cos, sin=sin)  # type: ignore[no-any-return]
-        return self._record(fused, q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
+        arguments = q, k, q_weight, k_weight, eps, cos, sin
+        return self._norm_and_rotate(*arguments)
 
     def attention_mask(
         self,

@@ -3,10 +3,10 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 694_100,
+    "tokens of the source": 694_060,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 11_926,
-    "code lines imported by run": 18_932,
+    "code lines imported by check": 11_925,
+    "code lines imported by run": 18_931,
     "functions on the journey rate": 28,
     "files on the journey rate": 16,
     "functions on the journey batch": 110,

@@ -210,8 +210,8 @@ class SparseMoeBlock(nn.Module):
 
     With `shared_expert_width`, the output of a feed-forward network that all tokens visit is added (Dai et al. 2024,
     DeepSeekMoE, arXiv 2401.06066), with `shared_expert_gate` times the sigmoid of a number by token. Modules and
-    parameters carry the names of transformers 5, the spec those of router and shared experts. With `moe_latent_size`,
-    `LatentMoeBlock` projects tokens to the experts' channels and back.
+    parameters carry the names of transformers 5; the spec names the router and the shared experts. With
+    `moe_latent_size`, `LatentMoeBlock` projects tokens to the experts' channels and back.
     """
 
     router_class: ClassVar[type[Router]] = Router

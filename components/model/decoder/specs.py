@@ -88,7 +88,7 @@ class AttentionSpec(MixerSpec):
     `qk_norm` norms queries and keys (RMSNorm), by head or over the whole projection. With `attention_sinks`, every head
     has a learned score for one more key, whose value is 0. With an `attention_gate`, the output is multiplied by the
     sigmoid of a projection. With `keys_as_values`, the projected keys, before norm and rotation, are the values, too.
-    Keys and values may stay for later layers, or be those of an earlier one if `is_linked`, under the name `link`.
+    Keys and values may stay for later layers under the name `link`; if `is_linked`, they are an earlier layer's.
     """
 
     num_key_value_heads: int
